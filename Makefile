@@ -1,0 +1,45 @@
+# `make demo` and `make test` set up everything they need in .venv; nothing else to know.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help demo test test-all lint bench clean
+
+help:  ## list the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+
+demo: $(VENV)/.demo  ## train a small net dense and 95-98% sparse, four ways, and print the table (under 3 minutes)
+	@$(BIN)/python examples/digits.py
+
+test: $(VENV)/.dev lint  ## lint, type-check and test (what CI runs)
+	@$(BIN)/python -m pytest
+
+test-all: $(VENV)/.dev lint  ## the same with the slow tests
+	@$(BIN)/python -m pytest -m "not gpu"
+
+lint: $(VENV)/.dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(VENV)/.dev  ## the operator benchmark of docs/numerics.md
+	@$(BIN)/python benchmarks/bench_soft_topk.py
+
+clean:  ## remove the environment and the caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info src/*.egg-info
+
+$(VENV)/.venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Spartan needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.venv pyproject.toml constraints.txt
+	@echo "Setting up .venv (a minute or two the first time) ..."
+	@$(PIP) -c constraints.txt -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.venv pyproject.toml constraints.txt
+	@echo "Setting up .venv (a minute or two the first time) ..."
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,38 @@
+"""Spartan: train any PyTorch model to an exact sparsity budget."""
+
+from spartan import methods
+from spartan.costs import Flops, Params
+from spartan.flop_count import flops
+from spartan.methods.dense import Dense
+from spartan.methods.imp import IMP
+from spartan.methods.spartan import Spartan
+from spartan.methods.topkast import TopKAST
+from spartan.oneshot import prune
+from spartan.ops import hard_topk, soft_topk
+from spartan.patterns import Block, Unstructured
+from spartan.schedules import constant, cosine, cubic, linear
+from spartan.sparsifier import Sparsifier
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "IMP",
+    "Block",
+    "Dense",
+    "Flops",
+    "Params",
+    "Sparsifier",
+    "Spartan",
+    "TopKAST",
+    "Unstructured",
+    "__version__",
+    "constant",
+    "cosine",
+    "cubic",
+    "flops",
+    "hard_topk",
+    "linear",
+    "methods",
+    "prune",
+    "soft_topk",
+]

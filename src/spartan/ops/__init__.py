@@ -1,0 +1,6 @@
+"""The operators: plain torch, and the reference for every faster version."""
+
+from spartan.ops.select import hard_topk
+from spartan.ops.soft_topk import SoftTopKInfo, soft_topk
+
+__all__ = ["SoftTopKInfo", "hard_topk", "soft_topk"]

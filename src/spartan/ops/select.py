@@ -1,0 +1,186 @@
+"""Exact selection: the longest prefix of the units, ordered by value / cost, whose cost fits the budget."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spartan.ops.parts import CHUNK, Part, Parts, check_budget, chunks, cost_of, numel, sample, slack, total_cost
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """What is kept, in two numbers: units above `value`, and of those equal to it the ones at positions below `cut`."""
+
+    value: float
+    cut: int = 0
+
+    def keep(self, u: Tensor, start: int = 0) -> Tensor:
+        """Bool per unit, for units that stand at positions `start`, `start` + 1, … of the whole vector."""
+        keep = u > self.value
+        ties = min(max(self.cut - start, 0), u.numel())
+        if ties:
+            keep[:ties] |= u[:ties] == self.value
+        return keep
+
+
+EVERYTHING = Threshold(-math.inf)
+NOTHING = Threshold(math.inf)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Where the budget runs out, in more detail: a soft mask starts from here."""
+
+    threshold: Threshold
+    fraction: float  # of the cost of the units equal to the threshold, what still fits
+    gap_above: float  # distance to the next larger value
+    gap_below: float  # distance to the next smaller value
+
+
+def select(parts: Parts, k: float) -> Threshold:
+    """The threshold of the hard top-k: exact, ties broken by position, the same for any chunking of the input."""
+    return boundary(parts, k).threshold
+
+
+def boundary(parts: Parts, k: float) -> Boundary:
+    """The threshold and its surroundings.
+
+    A sample brackets the answer; one pass counts what lies above the bracket and collects what lies inside, which is
+    sorted. A bracket that misses is widened, so the sample decides the time, never the result.
+    """
+    total = total_cost(parts)
+    k = check_budget(k, total)
+    k += slack(k, total / numel(parts))
+    if k >= total:
+        return Boundary(EVERYTHING, 0.0, math.inf, math.inf)
+    spread = 4.0
+    while True:
+        low, high = _bracket(parts, k, total, spread)
+        above, inside = _split(parts, low, high)
+        if above <= k and (k < above + total_cost(inside) or low == -math.inf):
+            break
+        spread *= 8.0
+    values, order = torch.cat([p.u for p in inside]).sort(descending=True)
+    value = float(values[_first_that_does_not_fit(inside, order, k - above)])
+    larger, smaller = values[values > value], values[values < value]
+    ties, room, cheapest = 0.0, k - above, math.inf
+    for u, c in inside:
+        over, equal = u > value, u == value
+        room -= cost_of(int(over.sum()), c[over] if isinstance(c, Tensor) else c)
+        if equal.any():
+            ties += cost_of(int(equal.sum()), c[equal] if isinstance(c, Tensor) else c)
+            cheapest = min(cheapest, float(c[equal].min()) if isinstance(c, Tensor) else c)
+    return Boundary(
+        Threshold(value, _cut(parts, value, room) if room >= cheapest else 0),
+        fraction=min(max(room / ties, 0.0), 1.0),
+        gap_above=float(larger[-1]) - value if larger.numel() else math.inf,
+        gap_below=value - float(smaller[0]) if smaller.numel() else math.inf,
+    )
+
+
+def _bracket(parts: Parts, k: float, total: float, spread: float) -> tuple[float, float]:
+    """Values between which the threshold very likely lies, `spread` standard deviations of the sampled rank apart."""
+    if numel(parts) <= CHUNK:
+        return -math.inf, math.inf
+    few = sample(parts, CHUNK // 2)
+    values, order = torch.cat([p.u for p in few]).sort(descending=True)
+    q = k / total
+    middle = _first_that_does_not_fit(few, order, q * total_cost(few))
+    margin = 8 + spread * math.sqrt(values.numel() * max(q * (1 - q), 1e-4))
+    first, last = int(middle - margin), int(middle + margin)
+    high = float(values[first]) if first >= 0 else math.inf
+    low = float(values[last]) if last < values.numel() else -math.inf
+    return low, high
+
+
+def _split(parts: Parts, low: float, high: float) -> tuple[float, list[Part]]:
+    """The cost of the units above `high`, and the units in [low, high] in order of position."""
+    above, inside = 0.0, []
+    for part in parts:
+        for u, c in chunks(part):
+            over, within = u > high, (u >= low) & (u <= high)
+            above += cost_of(int(over.sum()), c[over] if isinstance(c, Tensor) else c)
+            inside.append(Part(u[within], c[within] if isinstance(c, Tensor) else c))
+    return above, inside
+
+
+def _first_that_does_not_fit(parts: Parts, order: Tensor, room: float) -> int:
+    """Index, in sorted order, of the first unit that no longer fits; the last one where all would."""
+    cost = parts[0].c
+    if not isinstance(cost, Tensor) and all(p.c == cost for p in parts):
+        fit = math.floor(room / cost)
+    else:
+        fit = _how_many_fit(torch.cat([_costs(p) for p in parts])[order], room)
+    return min(fit, order.numel() - 1)
+
+
+def _costs(part: Part) -> Tensor:
+    """One cost per unit, in float64."""
+    c = torch.as_tensor(part.c, dtype=torch.float64, device=part.u.device)
+    return c.expand(part.u.numel())
+
+
+def _how_many_fit(costs: Tensor, room: float) -> int:
+    return int(torch.searchsorted(costs.cumsum(0), room, right=True))
+
+
+def _cut(parts: Parts, value: float, room: float) -> int:
+    """Up to which position the units equal to the threshold still fit."""
+    position = 0
+    for part in parts:
+        for u, c in chunks(part):
+            ties = (u == value).nonzero().flatten()
+            costs = _costs(Part(ties, c[ties] if isinstance(c, Tensor) else c))
+            fit = _how_many_fit(costs, room)
+            if fit < ties.numel():
+                return position + int(ties[fit])
+            room -= float(costs.sum())
+            position += u.numel()
+    return position
+
+
+def hard_topk(values: Tensor, k: float, costs: Tensor | None = None) -> Tensor:
+    """Keep the most valuable units that fit a budget.
+
+    The longest prefix of the units, ordered by value / cost (ties by position), whose cost fits `k`. Exact: the budget
+    is never exceeded, and the next unit in order would exceed it.
+
+    Args:
+        values: value of each unit, any shape; bf16 and fp16 are compared in float32.
+        k: the budget, between 0 and the sum of the costs (without costs: the number of units).
+        costs: cost of each unit, positive, of the same shape; None means 1 each.
+
+    Returns:
+        A bool tensor of the shape of `values`.
+
+    Example:
+        >>> hard_topk(torch.tensor([3.0, -1.0, 2.0, 2.0]), k=2)
+        tensor([ True, False,  True, False])
+    """
+    part = as_part(values.detach(), costs)
+    return select([part], float(k)).keep(part.u).reshape(values.shape)
+
+
+def as_part(values: Tensor, costs: Tensor | None) -> Part:
+    """Checked, flat, in at least float32, and divided by the costs."""
+    if not values.is_floating_point():
+        raise ValueError(f"values has dtype {values.dtype}; a floating-point tensor is needed")
+    if values.numel() == 0:
+        raise ValueError("values is empty; at least one unit is needed")
+    v = values.reshape(-1)
+    v = v if v.dtype == torch.float64 else v.float()
+    if not torch.isfinite(torch.stack(torch.aminmax(v))).all():
+        raise ValueError("values holds NaN or infinite entries; only finite values can be ranked")
+    if costs is None:
+        return Part(v)
+    if costs.shape != values.shape:
+        raise ValueError(f"costs has shape {tuple(costs.shape)} and values {tuple(values.shape)}; they must agree")
+    c = costs.detach().reshape(-1).to(v.device, torch.float32 if costs.dtype.itemsize <= 4 else torch.float64)
+    low, high = torch.stack(torch.aminmax(c)).tolist()
+    if not (low > 0 and math.isfinite(high)):
+        raise ValueError(f"costs must be positive and finite; the smallest is {low!r}, the largest {high!r}")
+    return Part((v / c).to(v.dtype), c)

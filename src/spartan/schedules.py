@@ -1,0 +1,122 @@
+"""Numbers that change over training: a start, an end and a shape; and the phases of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda x: x,
+    "cosine": lambda x: 0.5 - 0.5 * math.cos(math.pi * x),
+    "cubic": lambda x: 1.0 - (1.0 - x) ** 3,
+    "constant": lambda x: 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A value that runs from `start` to `end` as progress goes from 0 to 1, and stays there."""
+
+    start: float
+    end: float
+    shape: str = "linear"
+
+    def __post_init__(self) -> None:
+        for name, value in (("start", self.start), ("end", self.end)):
+            if math.isnan(value):
+                raise ValueError(f"a schedule's {name} is NaN; a number is needed")
+        if self.start != self.end and math.isinf(self.start) + math.isinf(self.end):
+            raise ValueError(f"a schedule cannot run from {self.start} to {self.end}; only constant(inf) is infinite")
+
+    def at(self, progress: float) -> float:
+        """The value at a progress between 0 and 1."""
+        if self.start == self.end:
+            return self.end
+        x = _SHAPES[self.shape](min(max(progress, 0.0), 1.0))
+        return (1.0 - x) * self.start + x * self.end
+
+    def scaled(self, factor: float) -> Schedule:
+        """The same schedule with its end multiplied; a constant is all end."""
+        end = self.end * factor
+        return replace(self, start=end if self.shape == "constant" else self.start, end=end)
+
+    def __repr__(self) -> str:
+        return f"constant({self.end:g})" if self.shape == "constant" else f"{self.shape}({self.start:g}, {self.end:g})"
+
+
+def linear(start: float, end: float) -> Schedule:
+    """From start to end at an even pace."""
+    return Schedule(float(start), float(end), "linear")
+
+
+def cosine(start: float, end: float) -> Schedule:
+    """From start to end, slow at both ends: ½ − ½·cos(πx)."""
+    return Schedule(float(start), float(end), "cosine")
+
+
+def cubic(start: float, end: float) -> Schedule:
+    """From start to end, fast at first: 1 − (1 − x)³, the pruning schedule of Zhu & Gupta (2018)."""
+    return Schedule(float(start), float(end), "cubic")
+
+
+def constant(value: float) -> Schedule:
+    """The same value throughout."""
+    return Schedule(float(value), float(value), "constant")
+
+
+def as_schedule(value: Schedule | float) -> Schedule:
+    """A number is a constant schedule."""
+    return value if isinstance(value, Schedule) else constant(value)
+
+
+Phase = Literal["warmup", "intermediate", "finetune"]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a run stands: `step` optimizer steps taken of `total_steps`.
+
+    Sparsity grows until `warmup_steps`; the mask is fixed from `freeze_step` on.
+    """
+
+    step: int
+    total_steps: int
+    warmup_steps: int
+    freeze_step: int
+    seed: int = 0
+
+    @property
+    def phase(self) -> Phase:
+        """The phase the next step belongs to."""
+        if self.step >= self.freeze_step:
+            return "finetune"
+        return "warmup" if self.step < self.warmup_steps else "intermediate"
+
+    @property
+    def warmed(self) -> float:
+        """Progress through the warm-up, 0 to 1."""
+        return min(1.0, self.step / self.warmup_steps) if self.warmup_steps else 1.0
+
+    @property
+    def progress(self) -> float:
+        """Progress to the freeze, 0 to 1: what β follows."""
+        return min(1.0, self.step / self.freeze_step) if self.freeze_step else 1.0
+
+    @classmethod
+    def start(cls, total_steps: int, warmup: float, finetune: float, seed: int) -> Moment:
+        """Step 0 of a run, with its arguments checked."""
+        if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps <= 0:
+            raise ValueError(
+                f"total_steps={total_steps!r} is not a number of optimizer steps; a positive int is needed"
+            )
+        for name, fraction in (("warmup", warmup), ("finetune", finetune)):
+            if not 0 <= fraction <= 1:
+                raise ValueError(f"{name}={fraction!r} is not a fraction of total_steps; it must lie in [0, 1]")
+        if warmup + finetune > 1 + 1e-9:
+            raise ValueError(
+                f"warmup={warmup!r} and finetune={finetune!r} together exceed the run; their sum must be ≤ 1"
+            )
+        warm, freeze = round(warmup * total_steps), total_steps - round(finetune * total_steps)
+        return cls(0, total_steps, min(warm, freeze), freeze, seed)

@@ -1,0 +1,115 @@
+"""What a sparsifier says about itself: numbers, a table per layer, a printable summary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spartan.groups import Plan
+from spartan.methods.base import Method
+from spartan.schedules import Moment, Phase
+
+# One number where all targets compete; one per group where the budget divides them.
+PerGroup = float | tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Where a run stands.
+
+    `density` counts the weights in kept units, `cost` what they cost; `target_density` and `target_cost` are what the
+    schedule asks for now, the former as a fraction of the whole cost. `beta`, `mu`, `threshold` and `passes` belong to
+    the masks in use.
+    """
+
+    step: int
+    phase: Phase
+    density: float
+    target_density: float
+    cost: float
+    target_cost: float
+    beta: float | None
+    mu: PerGroup
+    threshold: PerGroup
+    passes: int
+
+    @classmethod
+    def of(cls, plan: Plan, method: Method, at: Moment, kept: Sequence[int]) -> Stats:
+        """From the units kept of each target."""
+        groups = plan.groups
+        sizes = [n for g in groups for n in g.sizes]
+        costs = [c for g in groups for c in g.unit_costs]
+        weights = sum(n * size for n, size in zip(kept, sizes, strict=True))
+        duals = [g.dual for g in groups]
+        asked = math.fsum(g.k for g in groups) + plan.untouched
+        return cls(
+            step=at.step,
+            phase=at.phase,
+            density=(weights + plan.untouched) / plan.counted,
+            target_density=asked / plan.total,
+            cost=math.fsum(n * c for n, c in zip(kept, costs, strict=True)) + plan.untouched,
+            target_cost=asked,
+            beta=method.beta_at(groups[0], at),
+            mu=_per_group([None if d is None else d.mu for d in duals]),
+            threshold=_per_group([None if g.threshold is None else g.threshold.value for g in groups]),
+            passes=max((d.passes for d in duals if d is not None), default=0),
+        )
+
+
+def _per_group(values: Sequence[float | None]) -> PerGroup:
+    found = tuple(v for v in values if v is not None)
+    if len(found) < len(values):
+        return None
+    return found[0] if len(found) == 1 else found
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One target: how much of it is kept. `flops` and `sparse_flops` are per example, with a FLOP cost only."""
+
+    name: str
+    shape: tuple[int, ...]
+    parameters: int
+    kept: int
+    density: float
+    flops: float | None
+    sparse_flops: float | None
+
+    @classmethod
+    def of(cls, plan: Plan, kept: Sequence[int], flops: bool) -> list[Layer]:
+        """One row per target, in the order of the groups."""
+        rows, units = [], iter(kept)
+        for group in plan.groups:
+            for target, size, price in zip(group.targets, group.sizes, group.prices, strict=True):
+                entries = next(units) * size
+                dense = 2.0 * price * target.numel if flops else None
+                rows.append(
+                    cls(
+                        target.name,
+                        target.shape,
+                        target.numel,
+                        entries,
+                        entries / target.numel,
+                        dense,
+                        None if dense is None else dense * entries / target.numel,
+                    )
+                )
+        return rows
+
+
+def describe(method: Method, settings: Mapping[str, Any], stats: Stats, layers: Sequence[Layer]) -> str:
+    """The sparsifier in a few lines: settings, where the run stands, the sparsest and the densest layers."""
+    width = max(len(layer.name) for layer in layers)
+    beta = "" if stats.beta is None else f", β = {stats.beta:.4g}"
+    lines = [
+        f"Sparsifier: {method!r}, {settings['pattern']}, sparsity {settings['sparsity']:g}, "
+        f"budget {settings['budget']!r}, {len(layers)} tensors of {sum(x.parameters for x in layers):,} weights",
+        f"  step {stats.step} of {settings['total_steps']} ({stats.phase}): density {stats.density:.4%}, "
+        f"asked {stats.target_density:.4%}{beta}",
+    ]
+    rows = [f"  {x.name:<{width}}  {x.density:8.3%}  {x.kept:>12,} of {x.parameters:,}" for x in layers]
+    if len(rows) > 12:
+        rows = [*rows[:6], f"  … {len(rows) - 12} more, see layers() …", *rows[-6:]]
+    return "\n".join(lines + rows)

@@ -1,0 +1,167 @@
+"""Targets: which parameter tensors of a model become sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
+
+# The layers made sparse by default, and the names of their weights.
+_WEIGHTS: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
+    (nn.Linear, ("weight",)),
+    (nn.modules.conv._ConvNd, ("weight",)),  # Conv1d–3d and their transposes
+    (nn.MultiheadAttention, ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")),
+)
+
+
+@dataclass(eq=False)
+class Target:
+    """One parameter tensor to sparsify. `names` are all the names it goes by; the first is its own."""
+
+    names: tuple[str, ...]
+    parameter: nn.Parameter
+    owner: nn.Module
+    attribute: str
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the model."""
+        return self.names[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        return tuple(self.parameter.shape)
+
+    @property
+    def numel(self) -> int:
+        """Entries of the weight."""
+        return self.parameter.numel()
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, DataParallel and torch.compile."""
+    while True:
+        if isinstance(model, (DistributedDataParallel, DataParallel)):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without the layer that torch.compile puts around modules."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def as_globs(argument: str, globs: str | Iterable[str] | None) -> tuple[str, ...]:
+    """A tuple of globs; one string is one glob."""
+    if globs is None:
+        return ()
+    found = (globs,) if isinstance(globs, str) else tuple(globs)
+    for glob in found:
+        if not isinstance(glob, str):
+            raise ValueError(f"{argument} holds {glob!r}; globs over parameter names, such as 'layer1.*', are needed")
+    return found
+
+
+def matches(target: Target, glob: str) -> bool:
+    """Whether any name of the target fits the glob."""
+    return any(fnmatchcase(name, glob) for name in target.names)
+
+
+def find_targets(
+    model: nn.Module, include: str | Iterable[str] | None = None, exclude: str | Iterable[str] | None = None
+) -> list[Target]:
+    """The targets of a model in the order of its parameters, tied weights once.
+
+    Args:
+        model: the model, possibly wrapped in DDP or torch.compile.
+        include: globs over parameter names; None means every Linear, Conv*d and MultiheadAttention weight.
+        exclude: globs of those to leave dense.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {type(model).__name__}, not a torch.nn.Module")
+    everything = _all_parameters(unwrap(model))
+    included, excluded = as_globs("include", include), as_globs("exclude", exclude)
+    for argument, globs in (("include", included), ("exclude", excluded)):
+        for glob in globs:
+            if not any(matches(target, glob) for target in everything):
+                names = ", ".join(target.name for target in everything[:8])
+                raise ValueError(f"{argument}={glob!r} matches no parameter of the model, which has {names}, …")
+    found = [t for t in everything if (_asked_for(t, included) if include is not None else _by_default(t))]
+    found = [t for t in found if t.parameter.requires_grad and not any(matches(t, glob) for glob in excluded)]
+    for target in found:
+        _check(target)
+    found = [t for t in found if t.numel]
+    if not found:
+        raise ValueError(
+            f"no layer to sparsify: include={include!r}, exclude={exclude!r} leave no trainable weight of "
+            f"{type(unwrap(model)).__name__}; by default these are the weights of Linear, Conv*d and MultiheadAttention"
+        )
+    return found
+
+
+def _all_parameters(model: nn.Module) -> list[Target]:
+    """Every parameter once, with all its names."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[int, Target] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        prefix, _, attribute = name.rpartition(".")
+        target = found.setdefault(id(parameter), Target((), parameter, modules[prefix], attribute))
+        target.names += (clean_name(name),)
+        # A weight shared by a Linear and an Embedding is a Linear's weight.
+        if _is_weight(modules[prefix], attribute) and not _is_weight(target.owner, target.attribute):
+            target.owner, target.attribute = modules[prefix], attribute
+    return list(found.values())
+
+
+def _is_weight(owner: nn.Module, attribute: str) -> bool:
+    return any(isinstance(owner, kind) and attribute in names for kind, names in _WEIGHTS)
+
+
+def _by_default(target: Target) -> bool:
+    """Whether an unnamed parameter is a target; one that another tool rewrites counts, so that it is refused."""
+    if "parametrizations" in target.name.split("."):
+        return target.parameter.ndim >= 2
+    return _is_weight(target.owner, target.attribute.removesuffix("_orig").removesuffix("_v"))
+
+
+def _asked_for(target: Target, globs: tuple[str, ...]) -> bool:
+    for glob in globs:
+        if matches(target, glob):
+            if target.parameter.ndim >= 2:
+                return True
+            if not any(c in glob for c in "*?["):
+                raise ValueError(f"include={glob!r} has {target.parameter.ndim} dimension(s); a target needs 2 or more")
+    return False
+
+
+def _check(target: Target) -> None:
+    """Refuse what cannot be trained this way, with the remedy."""
+    name, parameter = target.name, target.parameter
+    if "parametrizations" in name.split(".") or parametrize.is_parametrized(target.owner, target.attribute):
+        raise ValueError(
+            f"{name} is parametrized already; remove the parametrization "
+            "(torch.nn.utils.parametrize.remove_parametrizations) or exclude it"
+        )
+    if target.attribute.endswith(("weight_orig", "weight_v")):
+        raise ValueError(f"{name} is rewritten by a hook (nn.utils.prune or weight_norm); remove that or exclude it")
+    if isinstance(parameter, UninitializedParameter):
+        raise ValueError(f"{name} has no shape yet; run one forward pass through the lazy layers first")
+    if parameter.is_meta:
+        raise ValueError(f"{name} is on the meta device; give the model its weights first (model.to_empty and load)")
+    if not parameter.is_floating_point() or parameter.layout is not torch.strided:
+        raise ValueError(f"{name} is a {parameter.layout} tensor of {parameter.dtype}; dense floating-point is needed")
+
+
+def current(target: Target) -> Tensor:
+    """What the model holds under the target's name now."""
+    return getattr(target.owner, target.attribute)

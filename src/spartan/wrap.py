@@ -1,0 +1,145 @@
+"""Around the optimizer: its step is wrapped on the instance, as learning-rate schedulers do, and so are closures."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spartan.run import Run
+from spartan.targets import Target
+
+Step = Callable[[Optimizer, Callable[..., Any], Callable[[], Any] | None], Any]
+
+
+def wrap_step(optimizer: Optimizer, step: Step) -> Callable[[], None]:
+    """Make `optimizer.step(closure)` call `step(optimizer, inner, closure)`; returns what undoes it."""
+    had_own, inner = "step" in optimizer.__dict__, optimizer.step
+
+    @functools.wraps(inner)
+    def wrapped(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        return step(self, functools.partial(inner, **kwargs) if kwargs else inner, closure)
+
+    # A bound method: schedulers built later look for `__func__`.
+    bound = types.MethodType(wrapped, optimizer)
+    optimizer.step = bound  # type: ignore[method-assign]
+
+    def undo() -> None:
+        if optimizer.__dict__.get("step") is not bound:
+            # A scheduler wrapped us in turn; its wrapper stays, so ours is made to pass through.
+            nonlocal step
+            step = lambda opt, call, closure: call() if closure is None else call(closure)  # noqa: E731
+        elif had_own:
+            optimizer.step = inner  # type: ignore[method-assign]
+        else:
+            del optimizer.__dict__["step"]
+
+    return undo
+
+
+def skipped(optimizer: Optimizer) -> bool:
+    """Whether a loss scaler made a fused optimizer leave out its update."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf.item())
+
+
+class Closure:
+    """A closure as the optimizer sees it: it may ask for the loss at any θ, and gets gradients for θ.
+
+    The optimizer's parameters hold θ when it calls; the user's closure must run on w.
+    """
+
+    def __init__(self, run: Run, mine: list[int], closure: Callable[[], Any], ready: Callable[[], None]) -> None:
+        self.run, self.mine, self.closure, self.ready = run, mine, closure, ready
+        self._put: list[int] | None = None  # versions of the parameters when θ was last put there
+        self._before: tuple[list[Tensor], list[Any]] | None = None
+
+    def __call__(self) -> Any:
+        """The loss at w = f(θ)."""
+        if self._put is not None and self._put != self._versions():
+            self._follow()
+        self.run.write()
+        with torch.enable_grad():
+            loss = self.closure()
+        self.ready()
+        with torch.no_grad():
+            for i in self.mine:
+                self.run.masters[i].put()
+        self._put = self._versions()
+        return loss
+
+    def _versions(self) -> list[int]:
+        return [self.run.targets[i].parameter._version for i in self.mine]
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """The optimizer has moved within its step (LBFGS does): θ is what it put there."""
+        if self._before is None:
+            states = [(g.threshold, g.dual, dict(g.tensors)) for g in self.run.plan.groups]
+            self._before = ([m.snapshot() for m in self.run.masters], states)
+        self.run.check_weights(self.mine)
+        for i in self.mine:
+            self.run.masters[i].take()
+        self.run.choose()
+
+    @torch.no_grad()
+    def roll_back(self) -> None:
+        """The step failed: back to θ as it was before."""
+        if self._before is None:
+            return
+        for master, theta in zip(self.run.masters, self._before[0], strict=True):
+            master.restore(theta)
+        for group, state in zip(self.run.plan.groups, self._before[1], strict=True):
+            group.threshold, group.dual, group.tensors = state
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], targets: Sequence[Target]) -> list[int]:
+    """Which optimizer owns each target; an error where none or two do, or where one cannot be used."""
+    if not optimizers:
+        raise ValueError("attach() needs the optimizer, or optimizers, that train the model")
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
+            raise ValueError(f"attach() got {type(optimizer).__name__}, which is not a torch optimizer")
+        if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+            raise ValueError(
+                f"{type(optimizer).__name__} is schedule-free: it keeps the weights it evaluates apart from those it "
+                "trains, which a sparsifier does too. Use the plain optimizer with a learning-rate schedule."
+            )
+    owners: dict[int, list[int]] = {}
+    for j, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                owners.setdefault(id(parameter), []).append(j)
+    missing = [t.name for t in targets if id(t.parameter) not in owners]
+    if missing:
+        raise ValueError(
+            f"no optimizer given to attach() trains {', '.join(missing[:6])}{' …' if len(missing) > 6 else ''}; pass the "
+            "optimizers that hold these parameters, or exclude them (was the optimizer built before the model moved?)"
+        )
+    twice = [t.name for t in targets if len(owners[id(t.parameter)]) > 1]
+    if twice:
+        raise ValueError(f"more than one optimizer given to attach() trains {', '.join(twice[:6])}")
+    return [owners[id(t.parameter)][0] for t in targets]
+
+
+def add_learned(optimizer: Optimizer, learned: list[nn.Parameter], options: dict[str, Any]) -> None:
+    """Give an optimizer a method's own parameters."""
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise RuntimeError(
+            "this method has learned parameters, which join the optimizer on attach(): attach before building the "
+            "learning-rate scheduler, which counts the optimizer's parameter groups"
+        )
+    optimizer.add_param_group({"params": learned, **options})
+
+
+def remove_learned(optimizer: Optimizer, learned: list[nn.Parameter]) -> None:
+    """Take them back."""
+    mine = {id(p) for p in learned}
+    optimizer.param_groups = [g for g in optimizer.param_groups if not all(id(p) in mine for p in g["params"])]
+    for parameter in learned:
+        optimizer.state.pop(parameter, None)
