@@ -1,8 +1,8 @@
 """Spartan: train any PyTorch model to an exact sparsity budget."""
 
-from spartan import methods
 from spartan.costs import Flops, Params
 from spartan.flop_count import flops
+from spartan.methods import Methods, package
 from spartan.methods.dense import Dense
 from spartan.methods.imp import IMP
 from spartan.methods.spartan import Spartan
@@ -14,6 +14,9 @@ from spartan.schedules import constant, cosine, cubic, linear
 from spartan.sparsifier import Sparsifier
 
 __version__ = "0.1.0"
+
+# The package `spartan.methods` is also what lists the methods when called.
+methods: Methods = package
 
 __all__ = [
     "IMP",

@@ -15,10 +15,11 @@ for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
 
-class _Methods(types.ModuleType):
+class Methods(types.ModuleType):
     """`spartan.methods` is this package and, called, the list of what it holds."""
 
     def __call__(self) -> Iterator[Entry]:
+        """Every registered method: name, year, one line, needs, sparse_from, reference."""
         return entries()
 
     def __getattr__(self, name: str) -> type[Method]:
@@ -28,6 +29,7 @@ class _Methods(types.ModuleType):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-sys.modules[__name__].__class__ = _Methods
+package: Methods = sys.modules[__name__]  # type: ignore[assignment]
+package.__class__ = Methods
 
 __all__ = ["Entry", "Method", "as_method", "entries", "register"]

@@ -168,7 +168,7 @@ def hard_topk(values: Tensor, k: float, costs: Tensor | None = None) -> Tensor:
 def as_part(values: Tensor, costs: Tensor | None) -> Part:
     """Checked, flat, in at least float32, and divided by the costs."""
     if not values.is_floating_point():
-        raise ValueError(f"values has dtype {values.dtype}; a floating-point tensor is needed")
+        raise ValueError(f"values has dtype {values.dtype}; a real floating-point tensor is needed")
     if values.numel() == 0:
         raise ValueError("values is empty; at least one unit is needed")
     v = values.reshape(-1)

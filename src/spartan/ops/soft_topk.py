@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spartan.ops.parts import Part, Parts, check_budget, chunks, extrema, numel, total_cost
-from spartan.ops.select import Boundary, as_part, boundary, select
+from spartan.ops.select import Boundary, as_part, boundary, hard_topk, select
 
 # Up to here a pass costs nothing, and float64 gives residuals that float32 cannot (z = −18 is spaced 2e-6 apart).
 SMALL = 1 << 16
@@ -175,7 +175,7 @@ def sinkhorn(
         mu = 0.0 if init is None or isinstance(init, str) else float(init)
     worth = float(v.sum(dtype=torch.float64))  # vᵀm₀ with m₀ = 1
     for passes in range(1, max_iters + 1):
-        nu = log_c - torch.nn.functional.softplus(z + mu)
+        nu = log_c + torch.nn.functional.logsigmoid(-(z + mu))  # log c − log(1 + exp(z + μ))
         before, mu = mu, math.log(k) - float(torch.logsumexp(z + nu, 0))
         m = torch.exp(z + mu + nu - log_c)
         last, worth = worth, float((v * m).sum(dtype=torch.float64))
@@ -298,19 +298,18 @@ def soft_topk(
     if isinstance(init, str) and init not in ("cold", "threshold"):
         raise ValueError(f'init={init!r} is unknown; "cold", "threshold", a number μ₀ and None are accepted')
     k, beta = float(k), float(beta)
-    part = as_part(values.detach(), costs)
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     if math.isinf(beta):
-        mask = select([part], k).keep(part.u).to(part.u.dtype).reshape(values.shape)
+        mask = hard_topk(values, k, costs).to(dtype)
         return (mask, SoftTopKInfo(-math.inf, 1, 0.0)) if return_info else mask
+    if tol is None and solver == "newton":
+        tol = 1e-13 if dtype == torch.float64 else 1e-6
+    v = values.double() if values.numel() <= SMALL else values.to(dtype)
+    part = as_part(v.detach(), costs)
     dual = _solve_as_asked(part, k, beta, solver, init, tol, max_iters)
-    v = values if values.dtype == torch.float64 else values.float()
-    wide = v.double() if v.numel() <= SMALL else v
-    if isinstance(part.c, Tensor):
-        cost = part.c.reshape(values.shape).to(wide.dtype)
-        (mask,) = SoftMask.apply(dual, [cost], wide / cost)
-    else:
-        (mask,) = SoftMask.apply(dual, [part.c], wide)
-    mask = mask.to(v.dtype)
+    u = v.reshape(-1) / part.c if isinstance(part.c, Tensor) else v.reshape(-1)
+    (mask,) = SoftMask.apply(dual, [part.c], u.to(v.dtype))
+    mask = mask.reshape(values.shape).to(dtype)
     return (mask, SoftTopKInfo(dual.mu, dual.passes, dual.residual)) if return_info else mask
 
 

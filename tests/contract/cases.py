@@ -1,0 +1,103 @@
+"""The product of methods, patterns, budgets and costs that every contract test runs over.
+
+Every registered method is here by itself; a new one needs no new test.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spartan
+from spartan import Block, Flops, Sparsifier, Spartan, TopKAST, Unstructured
+from spartan.methods import Method
+from tests.contract.kinds import LearnedScores, Regrowing, Sampled
+
+METHODS: dict[str, Method] = {entry.name: entry.cls() for entry in spartan.methods()} | {
+    "spartan-soft": Spartan(project=False),
+    "spartan-hard": Spartan(beta=float("inf")),
+    "spartan-sinkhorn": Spartan(solver="sinkhorn", init="threshold"),
+    "spartan-cached": Spartan(solver="sinkhorn", init="cached"),
+    "topkast-sparse-backward": TopKAST(backward_sparsity=0.25),
+    "learned": LearnedScores(),
+    "regrowing": Regrowing(),
+    "sampled": Sampled(),
+}
+PATTERNS = {"unstructured": Unstructured(), "block": Block(2, 2), "rows": Block(1, -1)}
+BUDGETS: dict[str, Any] = {"global": "global", "uniform": "uniform", "erk": "erk", "by-name": {"conv.*": 0.5}}
+COSTS = {"params": None, "flops": Flops(torch.zeros(1, 2, 6, 6, dtype=torch.float64))}
+SPARSITY, STEPS = 0.7, 12
+
+
+class Net(nn.Module):
+    """A convolution, a norm and two Linears: small, with every shape divisible by two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 4, 3, stride=2), nn.BatchNorm2d(4)
+        self.hidden, self.head = nn.Linear(16, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.conv(x))).flatten(1)
+        return self.head(torch.tanh(self.hidden(x)))
+
+
+@dataclass(frozen=True)
+class Case:
+    method: str
+    pattern: str
+    budget: str
+    cost: str
+
+    def build(self, seed: int = 0, **kwargs: Any) -> tuple[nn.Module, torch.optim.Optimizer, Sparsifier]:
+        """A float64 net with its optimizer (momentum, weight decay) and sparsifier."""
+        torch.manual_seed(seed)
+        model = Net().double()
+        sparsifier = Sparsifier(
+            model,
+            SPARSITY,
+            STEPS,
+            METHODS[self.method],
+            pattern=PATTERNS[self.pattern],
+            cost=COSTS[self.cost],
+            budget=BUDGETS[self.budget],
+            **kwargs,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, nesterov=True, weight_decay=1e-3)
+        sparsifier.attach(optimizer)
+        return model, optimizer, sparsifier
+
+
+def batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
+    """The data of a step, the same in every run."""
+    g = torch.Generator().manual_seed(step)
+    x = torch.randn(size, 2, 6, 6, dtype=torch.float64, generator=g)
+    return x, torch.randint(4, (size,), generator=g)
+
+
+def backward(model: nn.Module, step: int) -> Tensor:
+    """Loss and gradients for w."""
+    x, y = batch(step)
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+
+
+def all_cases() -> list[Any]:
+    """The full product; what the covering subset leaves out is marked slow."""
+    found = []
+    for (m, method), (p, pattern), (b, budget), (c, cost) in itertools.product(
+        enumerate(METHODS), enumerate(PATTERNS), enumerate(BUDGETS), enumerate(COSTS)
+    ):
+        # Each method meets every pattern and every budget; patterns and budgets meet each other across methods.
+        covering = ((m + p) % len(BUDGETS) == b and (m + b) % len(COSTS) == c) or (p == 0 and b == 3 and c == 0)
+        marks = [] if covering else [pytest.mark.slow]
+        found.append(
+            pytest.param(Case(method, pattern, budget, cost), marks=marks, id=f"{method}-{pattern}-{budget}-{cost}")
+        )
+    return found

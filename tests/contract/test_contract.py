@@ -1,0 +1,182 @@
+"""What every method promises, whatever its pattern, budget and cost."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from spartan.methods.base import vjp
+from spartan.sparsifier import Sparsifier
+from tests.contract.cases import METHODS, STEPS, Case, all_cases, backward, batch
+
+each_case = pytest.mark.parametrize("case", all_cases())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_budget(model: nn.Module, sparsifier: Sparsifier) -> None:
+    """The kept units of every group fit the budget, no further unit would, and the model is zero elsewhere."""
+    run, masks = sparsifier._run, sparsifier.masks()
+    weights = dict(model.named_parameters())
+    grown = {"start": 1.0, "warmup": min(1.0, run.at.step / run.at.warmup_steps) if run.at.warmup_steps else 1.0}
+    for group in run.plan.groups:
+        k = group.total * (1.0 - group.sparsity * grown.get(sparsifier.method.sparse_from, 1.0))
+        units = [
+            group.pattern.reduce(masks[t.name].double()) / n for t, n in zip(group.targets, group.sizes, strict=True)
+        ]
+        cost = sum(float(u.sum()) * c for u, c in zip(units, group.unit_costs, strict=True))
+        assert all(bool(((u == 0) | (u == 1)).all()) for u in units), "a unit lives or dies together"
+        if len(set(group.unit_costs)) == 1:
+            assert cost == group.unit_costs[0] * math.floor(k / group.unit_costs[0] + 1e-9)
+        assert k - max(group.unit_costs) < cost <= k + 1e-6
+    for name, mask in masks.items():
+        assert torch.equal(weights[name] != 0, mask), f"{name}: the model must be zero exactly where the mask is"
+        assert not torch.signbit(weights[name][~mask]).any(), f"{name}: no −0.0"
+
+
+@each_case
+def test_the_budget_is_exact_at_every_step_from_when_the_model_is_sparse(case: Case) -> None:
+    model, optimizer, sparsifier = case.build()
+    sparse_from = {"start": 0, "warmup": 0, "finetune": sparsifier._run.at.freeze_step, "never": math.inf}
+    for step in range(STEPS + 2):  # past the end, values stay
+        if step >= sparse_from[sparsifier.method.sparse_from]:
+            check_budget(model, sparsifier)
+        train(model, optimizer, range(step, step + 1))
+    sparsifier.finalize()
+    stats = sparsifier.stats
+    assert stats.step == STEPS + 2
+    assert stats.phase == "finetune"
+    if sparsifier.method.sparse_from != "never":
+        assert stats.target_cost - stats.cost < sum(max(g.unit_costs) for g in sparsifier._run.plan.groups)
+        assert sum(int((p != 0).sum()) for p in model.parameters() if p.ndim > 1) == round(
+            stats.density * sum(p.numel() for p in model.parameters() if p.ndim > 1)
+        )
+
+
+@each_case
+def test_the_gradient_is_the_vjp_of_the_expression(case: Case) -> None:
+    """Against autograd through the whole model with w = f(θ) in the graph, in every phase."""
+    model, optimizer, sparsifier = case.build()
+    for step in range(STEPS):
+        run = sparsifier._run
+        thetas = [m.theta.clone() for m in run.masters]
+        leaves = [theta.requires_grad_() for theta in thetas]
+        if run.frozen:
+            weights = [m._spread(leaf * m.mask) for m, leaf in zip(run.frozen, leaves, strict=True)]
+        else:
+            weights, start = [], 0
+            for group in run.plan.groups:
+                mine = leaves[start : start + len(group.targets)]
+                weights += sparsifier.method.weights(group, mine, run.at)
+                start += len(group.targets)
+        state = {t.name: w for t, w in zip(run.targets, weights, strict=True)}
+        x, y = batch(step)
+        loss = nn.functional.cross_entropy(functional_call(model, state, (x,)), y)
+        expected = torch.autograd.grad(loss, leaves)
+        backward(model, step)
+        sparsifier.backward()
+        for target, master, want in zip(run.targets, run.masters, expected, strict=True):
+            got = target.parameter.grad
+            assert got is not None
+            if run.frozen:
+                assert not got[~sparsifier.masks()[target.name]].any()
+                got = got.reshape(-1)[master.index]  # type: ignore[union-attr]
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@each_case
+def test_a_closed_form_agrees_with_the_vjp_when_gradients_are_missing(case: Case) -> None:
+    _, _, sparsifier = case.build(warmup=0.0)
+    torch.manual_seed(1)
+    for group, thetas in sparsifier._run.groups():
+        grads: list[Tensor | None] = [torch.randn_like(t) for t in thetas]
+        grads[0] = None if len(grads) > 1 else grads[0]
+        got = sparsifier.method.gradient(group, thetas, grads, sparsifier._run.at)
+        want = vjp(sparsifier.method, group, thetas, grads, sparsifier._run.at)
+        for a, b, theta in zip(got, want, thetas, strict=True):
+            zero = torch.zeros_like(theta)
+            torch.testing.assert_close(zero if a is None else a, zero if b is None else b, rtol=1e-10, atol=1e-12)
+
+
+@each_case
+def test_two_micro_batches_are_one_batch(case: Case) -> None:
+    whole, optimizer_1, _ = case.build()
+    parts, optimizer_2, _ = case.build()
+    for model in (whole, parts):
+        model.get_submodule("norm").eval()  # batch statistics are not additive
+    for step in range(STEPS):
+        x, y = batch(step)
+        nn.functional.cross_entropy(whole(x), y).backward()
+        for half in (slice(0, 4), slice(4, 8)):
+            (nn.functional.cross_entropy(parts(x[half]), y[half]) / 2).backward()
+        for optimizer in (optimizer_1, optimizer_2):
+            optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@each_case
+@pytest.mark.parametrize("stop", [1, 4, 10])
+def test_resume_is_bit_identical(case: Case, stop: int) -> None:
+    model, optimizer, sparsifier = case.build()
+    train(model, optimizer, range(stop))
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), sparsifier.state_dict()], file)
+    train(model, optimizer, range(stop, STEPS))
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again, optimizer_again, sparsifier_again = case.build(seed=99)
+    for part, state in zip((again, optimizer_again, sparsifier_again), saved, strict=True):
+        part.load_state_dict(state)  # type: ignore[attr-defined]
+    assert sparsifier_again.stats.step == stop
+    train(again, optimizer_again, range(stop, STEPS))
+    for (name, a), b in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    assert sparsifier.stats == sparsifier_again.stats
+    assert_same(sparsifier.state_dict(), sparsifier_again.state_dict())
+
+
+def assert_same(a: Any, b: Any) -> None:
+    if isinstance(a, Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert a == b
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_compiled_model_trains_the_same_without_graph_breaks(method: str) -> None:
+    case = Case(method, "unstructured", "global", "params")
+    eager, optimizer, _ = case.build()
+    plain, optimizer_compiled, _ = case.build()
+    torch._dynamo.reset()
+    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
+    for step in range(STEPS):
+        x, y = batch(step)
+        nn.functional.cross_entropy(eager(x), y).backward()
+        nn.functional.cross_entropy(compiled(x), y).backward()
+        for o in (optimizer, optimizer_compiled):
+            o.step()
+            o.zero_grad()
+    for a, b in zip(eager.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
