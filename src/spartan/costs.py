@@ -61,7 +61,8 @@ class Flops(Cost):
         for target in targets:
             if not found[target.name] > 0:
                 raise ValueError(
-                    f"{target.name} takes part in no multiplication on example_inputs, so it has no FLOP cost; "
+                    f"{target.name} takes part in no multiplication that is counted on example_inputs (an embedding, an "
+                    f"einsum, or a layer that did not run), so it has no FLOP cost; "
                     f"exclude it with exclude=[{target.name!r}]"
                 )
         return [found[target.name] for target in targets]

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from spartan.targets import clean_name, unwrap
 
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
@@ -81,7 +82,7 @@ def flops(model: nn.Module, example_inputs: Inputs) -> FlopCount:
         example_inputs: a tensor, a tuple or list of positional arguments, or a dict of keyword arguments. The first
             dimension of the first tensor is the batch.
     """
-    model = _unwrapped(model)
+    model = unwrap(model)
     counter, batch = _count(model, dict(model.named_parameters()), example_inputs)
     layers = (LayerFlops(*row, *(round(2 * macs / batch) for macs in both)) for row, both in counter.rows.items())
     return FlopCount(tuple(layers))
@@ -94,7 +95,7 @@ def macs_per_parameter(model: nn.Module, params: Mapping[str, Tensor], example_i
     tokens for a linear layer; summed over all uses, averaged over the entries where they differ, 0 if there are none.
     `params` are parameters of `model` by name; the other arguments are those of `flops`.
     """
-    counter, batch = _count(_unwrapped(model), params, example_inputs)
+    counter, batch = _count(unwrap(model), params, example_inputs)
     return {name: counter.macs[counter.owner(param)] / param.numel() / batch for name, param in params.items()}
 
 
@@ -258,13 +259,6 @@ def _place(tensor: Tensor) -> tuple[int, int]:
         return id(tensor), 0
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    # Without its wrapper, a model neither compiles nor talks to other ranks.
-    while isinstance(model, DataParallel | DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = model.get_submodule("_orig_mod" if hasattr(model, "_orig_mod") else "module")
-    return model
-
-
 def _count(model: nn.Module, params: Mapping[str, Tensor], example_inputs: Inputs) -> tuple[_Counter, int]:
     """Run the model once; return what was counted and the batch size."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -291,7 +285,7 @@ def _observed(model: nn.Module, counter: _Counter) -> Iterator[None]:
         undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         for path, module in model.named_modules():
-            name = ".".join(part for part in path.split(".") if part not in ("module", "_orig_mod"))
+            name = clean_name(path)
             undo.callback(setattr, module, "training", module.training)
             module.training = False  # not by eval(), which models override
             undo.callback(module.register_forward_pre_hook(partial(counter.enter, name)).remove)
