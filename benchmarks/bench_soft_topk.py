@@ -25,23 +25,10 @@ from spartan.ops.select import boundary
 from spartan.ops.soft_topk import Dual, sinkhorn, solve
 
 RESULTS = Path(__file__).parent / "results.csv"
-COLUMNS = """date commit device torch what d density beta ours_s ours_residual ours_passes
-sort_sinkhorn_s sort_sinkhorn_residual sort_sinkhorn_iterations ratio""".split()  # noqa: SIM905
-    "date",
-    "commit",
-    "device",
-    "torch",
-    "what",
-    "d",
-    "density",
-    "beta",
-    "ours_s",
-    "ours_residual",
-    "ours_passes",
-    "sort_sinkhorn_s",
-    "sort_sinkhorn_residual",
-    "sort_sinkhorn_iterations",
-    "ratio",
+COLUMNS = [
+    *("date", "commit", "device", "torch", "what", "d", "density", "beta"),
+    *("ours_s", "ours_residual", "ours_passes"),
+    *("sort_sinkhorn_s", "sort_sinkhorn_residual", "sort_sinkhorn_iterations", "ratio"),
 ]
 
 

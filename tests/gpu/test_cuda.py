@@ -89,7 +89,7 @@ def test_resume_is_bit_identical(method: str) -> None:
 @pytest.mark.parametrize("method", ["spartan", "topkast", "imp"])
 def test_amp_with_a_scaler_and_every_kind_of_adam(method: str, kwargs: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    model = Net().cuda().to(memory_format=torch.channels_last)
+    model = Net().cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **kwargs)
     sparsifier = Sparsifier(model, 0.9, STEPS, method, warmup=0.0).attach(optimizer)
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
