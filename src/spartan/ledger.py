@@ -1,7 +1,8 @@
 """The ledger: which gradients are for w (fresh from backward) and which are already for θ.
 
-A transformed gradient must not be transformed again, and nothing may be accumulated onto it. A tensor hook sees every
-accumulation; gradients written by hand are told by their identity and version.
+A transformed gradient must not be transformed again, and nothing may be accumulated onto it. One hook looks before every
+accumulation, another acts after it (the first also runs for `torch.autograd.grad`, which accumulates nothing); gradients
+written by hand are told by their identity and version.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
 from spartan.targets import Target
 
 
 @dataclass
 class _Record:
-    grad: Tensor  # the transformed gradient
+    grad: TensorWeakRef  # the transformed gradient
     version: int  # its version when transformed, or when the optimizer was done with it
     stepped: bool = False  # an optimizer has used it
 
@@ -29,16 +31,23 @@ class Ledger:
     def __init__(self, targets: Sequence[Target]) -> None:
         self._targets = list(targets)
         self._records: list[_Record | None] = [None] * len(targets)
+        self._spoilt = [False] * len(targets)
         me = weakref.ref(self)  # a parameter's hook must not keep a discarded ledger alive
 
-        def hook(i: int, grad: Tensor) -> None:
+        def before(i: int, grad: Tensor) -> None:
             ledger = me()
             if ledger is not None:
-                ledger._accumulating(i)
+                ledger._spoilt[i] = ledger._would_spoil(i)
+
+        def after(i: int, parameter: Tensor) -> None:
+            ledger = me()
+            if ledger is not None:
+                ledger._accumulated(i)
 
         self._handles: list[RemovableHandle] = []
         for i, target in enumerate(self._targets):
-            self._handles.append(target.parameter.register_hook(lambda grad, i=i: hook(i, grad)))
+            self._handles.append(target.parameter.register_hook(lambda grad, i=i: before(i, grad)))
+            self._handles.append(target.parameter.register_post_accumulate_grad_hook(lambda p, i=i: after(i, p)))
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -48,37 +57,37 @@ class Ledger:
     def fresh(self, i: int) -> bool:
         """Whether the gradient of target i is there and still one for w."""
         grad, record = self._targets[i].parameter.grad, self._records[i]
-        if grad is None:
-            return False
-        if record is None or record.grad is not grad:
-            return True
-        # Changed in place since the step: written anew. Changed before the step: clipped or unscaled.
-        return record.stepped and grad._version != record.version
+        if grad is None or record is None:
+            return grad is not None
+        # Changed since the step: written anew. Changed before the step: clipped or unscaled, perhaps out of place.
+        return record.stepped and (record.grad() is not grad or grad._version != record.version)
 
     def transformed(self, i: int) -> None:
         """Target i's gradient is now one for θ."""
         grad = self._targets[i].parameter.grad
-        self._records[i] = None if grad is None else _Record(grad, grad._version)
+        self._records[i] = None if grad is None else _Record(TensorWeakRef(grad), grad._version)
 
     def stepped(self, i: int) -> None:
         """An optimizer has used target i's gradient."""
+        if self._records[i] is not None:
+            self.transformed(i)
         record = self._records[i]
         if record is not None:
-            record.stepped, record.version = True, record.grad._version
+            record.stepped = True
 
-    def _accumulating(self, i: int) -> None:
-        grad, record = self._targets[i].parameter.grad, self._records[i]
-        if record is None:
-            return
-        if record.grad is grad:
-            touched = grad._version != record.version
-            # After a step a touched gradient has been zeroed in place; before it, it may only have been clipped.
-            zeroed = touched and (record.stepped or not grad.any())
-            if not zeroed:
-                name = self._targets[i].name
-                raise RuntimeError(
-                    f"backward() would add to the gradient of {name}, which sparsifier.backward() or an optimizer step "
-                    "has already turned into the gradient for the dense weights. Call optimizer.zero_grad() before the "
-                    "next batch; to accumulate, call sparsifier.backward() once, after the last micro-batch."
-                )
+    def _would_spoil(self, i: int) -> bool:
+        """Whether adding to the gradient of target i mixes one for θ with one for w; zeros may be added to."""
+        grad = self._targets[i].parameter.grad
+        if grad is None or self._records[i] is None or self.fresh(i):
+            return False
+        return bool(grad.any())
+
+    def _accumulated(self, i: int) -> None:
+        if self._spoilt[i]:
+            name = self._targets[i].name
+            raise RuntimeError(
+                f"backward() would add to the gradient of {name}, which sparsifier.backward() or an optimizer step "
+                "has already turned into the gradient for the dense weights. Call optimizer.zero_grad() before the "
+                "next batch; to accumulate, call sparsifier.backward() once, after the last micro-batch."
+            )
         self._records[i] = None

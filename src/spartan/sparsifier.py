@@ -200,17 +200,21 @@ class Sparsifier:
             except BaseException:
                 if evaluate is not None:
                     evaluate.roll_back()
-                run.write()  # whatever happens, the model holds w
+                run.write()
                 raise
-            for i in mine:
-                run.masters[i].take()
-                self._ledger.stepped(i)
-        self._after(optimizer)
+            try:
+                for i in mine:
+                    run.masters[i].take()
+                    self._ledger.stepped(i)
+            finally:
+                self._after(optimizer)
         return result
 
     def _after(self, optimizer: Optimizer) -> None:
         """Advance the schedule when all optimizers have stepped, or one steps again; choose masks; write w."""
-        if not skipped(optimizer):
+        try:
+            if skipped(optimizer):
+                return
             me = next(j for j, other in enumerate(self._optimizers) if other is optimizer)
             again = me in self._round
             self._round = {me} if again else self._round | {me}
@@ -219,8 +223,9 @@ class Sparsifier:
                 self._run.advance()
             if everyone:
                 self._round = set()
-        self._run.choose()
-        self._run.write()
+            self._run.choose()
+        finally:
+            self._run.write()  # whatever happens, the model holds w
 
     @contextmanager
     def dense_weights(self) -> Iterator[None]:
@@ -249,11 +254,13 @@ class Sparsifier:
             run.write()
             raise
         else:
-            with torch.no_grad():
-                for master in run.masters:
-                    master.take()
-            run.choose()
-            run.write()
+            try:
+                with torch.no_grad():
+                    for master in run.masters:
+                        master.take()
+                run.choose()
+            finally:
+                run.write()
         finally:
             self._lent = False
 

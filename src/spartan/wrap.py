@@ -21,7 +21,7 @@ def wrap_step(optimizer: Optimizer, step: Step) -> Callable[[], None]:
     """Make `optimizer.step(closure)` call `step(optimizer, inner, closure)`; returns what undoes it."""
     had_own, inner = "step" in optimizer.__dict__, optimizer.step
 
-    @functools.wraps(inner)
+    @functools.wraps(getattr(inner, "__func__", inner))
     def wrapped(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         return step(self, functools.partial(inner, **kwargs) if kwargs else inner, closure)
 

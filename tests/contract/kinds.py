@@ -109,7 +109,7 @@ class Sampled(Method):
             group.tensors[f"mask{i}"] = keep
 
     def _noise(self, u: Tensor, at: Moment, i: int) -> Tensor:
-        return torch.rand(u.shape, dtype=u.dtype, generator=generator(at, u.device, i)) + 0.5
+        return torch.rand(u.shape, dtype=u.dtype, device=u.device, generator=generator(at, u.device, i)) + 0.5
 
     def keep(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
         return [group.tensors[f"mask{i}"] for i in range(len(thetas))]

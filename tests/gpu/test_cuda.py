@@ -18,10 +18,10 @@ STEPS = 12
 
 
 def train(model: nn.Module, optimizer: Any, steps: range, forward: Any = None) -> None:
-    parameter = next(model.parameters())
+    parameter, forward = next(model.parameters()), model if forward is None else forward
     for step in steps:
         x, y = (t.to(parameter.device) for t in batch(step))
-        nn.functional.cross_entropy((forward or model)(x.to(parameter.dtype)), y).backward()
+        nn.functional.cross_entropy(forward(x.to(parameter.dtype)), y).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -213,8 +213,13 @@ class SoftMask(torch.autograd.Function):
 
 
 def pull_ratio(grads: Sequence[Tensor], slopes: Sequence[Tensor], costs: Sequence[float | Tensor]) -> Tensor:
-    """a₁/a₂ = Σ g m(1−m) / Σ c m(1−m): how far the budget pulls every unit back; 0 where the mask is flat."""
-    a1 = torch.stack([(g * s).sum(dtype=torch.float64) for g, s in zip(grads, slopes, strict=True)]).sum()
+    """a₁/a₂ = Σ g m(1−m) / Σ c m(1−m): how far the budget pulls every unit back; 0 where the mask is flat.
+
+    A tensor with a NaN or infinite gradient is left out of a₁: its own gradient says so, and the others', which a loss
+    scaler may have found good already, stay finite.
+    """
+    a1 = torch.stack([(g * s).sum(dtype=torch.float64) for g, s in zip(grads, slopes, strict=True)])
+    a1 = torch.where(torch.isfinite(a1), a1, 0.0).sum()
     a2 = torch.stack([(c * s).sum(dtype=torch.float64) for c, s in zip(costs, slopes, strict=True)]).sum()
     return torch.where(a2 != 0, a1 / a2, 0.0)
 
