@@ -53,9 +53,18 @@ class Group:
             found.append(u if factor == 1.0 else u * factor)
         return found
 
-    def parts(self, scores: Iterable[Tensor]) -> Parts:
-        """The units as the solvers read them."""
-        return [Part(u, c) for u, c in zip(scores, self.unit_costs, strict=True)]
+    def parts(self, scores: Sequence[Tensor]) -> Parts:
+        """The units as the solvers read them.
+
+        On an accelerator as one vector: there a copy costs less than a launch per target and pass.
+        """
+        if scores[0].device.type == "cpu":
+            return [Part(u, c) for u, c in zip(scores, self.unit_costs, strict=True)]
+        u = torch.cat(list(scores))
+        if len(set(self.unit_costs)) == 1:
+            return [Part(u, self.unit_costs[0])]
+        costs = [torch.full_like(x, c, dtype=torch.float64) for x, c in zip(scores, self.unit_costs, strict=True)]
+        return [Part(u, torch.cat(costs))]
 
     def keep(self, scores: Iterable[Tensor], threshold: Threshold) -> list[Tensor]:
         """Bool per unit: what a threshold keeps of each target."""
