@@ -36,7 +36,7 @@ $(VENV)/.venv:
 
 $(VENV)/.demo: $(VENV)/.venv pyproject.toml constraints.txt
 	@echo "Setting up .venv (a minute or two the first time) ..."
-	@$(PIP) -c constraints.txt -e '.[demo]'
+	@$(PIP) -c constraints.txt -e '.[app]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.venv pyproject.toml constraints.txt

@@ -31,6 +31,7 @@ class Group:
     prices: list[float]  # c: cost of one parameter of each target
     power: float  # p in v = Σ cᵖ|θ|
     sparsity: float  # fraction of the cost that is gone at the end
+    index: int = 0  # its place among the groups
     k: float = math.nan
     threshold: Threshold | None = None
     dual: Dual | None = None
@@ -132,7 +133,7 @@ def make_plan(
     prices = cost.per_parameter(model, targets)
     costs = [c * t.numel for c, t in zip(prices, targets, strict=True)]
     groups = [
-        Group([targets[i] for i in members], pattern, [prices[i] for i in members], cost.value_power, s)
-        for members, s in divide(budget, sparsity, targets, costs)
+        Group([targets[i] for i in members], pattern, [prices[i] for i in members], cost.value_power, s, index)
+        for index, (members, s) in enumerate(divide(budget, sparsity, targets, costs))
     ]
     return Plan(groups, counted, untouched, math.fsum(costs) + untouched)

@@ -137,6 +137,24 @@ class Run:
             found |= {t.name: k.clone() for t, k in zip(group.targets, keep, strict=True)}
         return found
 
+    @torch.no_grad()
+    def mask_histogram(self, bins: int) -> list[int] | None:
+        """How many units have a mask value in each of `bins` equal parts of [0, 1]; None without a soft mask."""
+        if any(group.dual is None for group in self.plan.groups):
+            return None
+        found = torch.zeros(bins, dtype=torch.int64)
+        if self.frozen:
+            sizes = [n for group in self.plan.groups for n in group.sizes]
+            for master, size in zip(self.frozen, sizes, strict=True):
+                found += torch.histc(master.mask.float(), bins, 0.0, 1.0).long().cpu() // size
+                found[0] += (master.target.numel - master.index.numel()) // size
+            return found.tolist()
+        for group, thetas in self.groups():
+            assert group.dual is not None
+            for u in group.scores(thetas):
+                found += torch.histc(group.dual.mask(u).float(), bins, 0.0, 1.0).long().cpu()
+        return found.tolist()
+
     # ------------------------------------------------------------------ checks
 
     def check_same_tensors(self) -> None:

@@ -299,6 +299,17 @@ class Sparsifier:
             return self._final[0]
         return Stats.of(self._run.plan, self.method, self._run.at, self._run.kept_units())
 
+    def progress(self) -> dict[str, Any]:
+        """The part of `stats` that costs nothing to read: what is asked for now, and how the mask was solved."""
+        run = self._run
+        groups, duals = run.plan.groups, [g.dual for g in run.plan.groups if g.dual is not None]
+        return {
+            "target_density": (sum(g.k for g in groups) + run.plan.untouched) / run.plan.total,
+            "beta": self.method.beta_at(groups[0], run.at),
+            "mu": duals[0].mu if len(duals) == 1 else None,
+            "passes": max((d.passes for d in duals), default=0),
+        }
+
     def layers(self) -> list[Layer]:
         """Per-layer shape, parameters, kept weights, density and (with a FLOP cost) FLOPs."""
         if self._final is not None:
@@ -310,6 +321,11 @@ class Sparsifier:
         if self._final is not None:
             return {t.name: t.parameter.detach() != 0 for t in self._targets}
         return self._run.masks()
+
+    def mask_histogram(self, bins: int = 50) -> list[int] | None:
+        """How many units have a soft mask value in each of `bins` equal parts of [0, 1]; None for hard masks."""
+        self._alive("mask_histogram")
+        return self._run.mask_histogram(bins)
 
     def __repr__(self) -> str:
         return describe(self.method, self.settings, self.stats, self.layers())

@@ -109,6 +109,10 @@ def describe(method: Method, settings: Mapping[str, Any], stats: Stats, layers: 
         f"  step {stats.step} of {settings['total_steps']} ({stats.phase}): density {stats.density:.4%}, "
         f"asked {stats.target_density:.4%}{beta}",
     ]
+    empty = [x.name for x in layers if x.kept == 0]
+    if empty:
+        names = ", ".join(empty[:4]) + (", …" if len(empty) > 4 else "")
+        lines.append(f"  nothing is left of {names}: the network may be cut in two there")
     rows = [f"  {x.name:<{width}}  {x.density:8.3%}  {x.kept:>12,} of {x.parameters:,}" for x in layers]
     if len(rows) > 12:
         rows = [*rows[:6], f"  … {len(rows) - 12} more, see layers() …", *rows[-6:]]

@@ -53,7 +53,10 @@ class Method(ABC):
         """Make what the method keeps in the group: masks, scores, learned parameters."""
 
     def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:  # noqa: B027
-        """Decide what is kept at this moment, for the budget `group.k`."""
+        """Decide what is kept at this moment, for the budget `group.k`.
+
+        It may be called more than once at one step (several optimizers, `dense_weights`).
+        """
 
     @abstractmethod
     def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:

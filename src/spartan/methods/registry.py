@@ -36,8 +36,7 @@ def register(cls: T) -> T:
     if not summary:
         raise ValueError(f"{cls.__name__} has no docstring; its first line is what the registry shows")
     facts = {f: getattr(cls, f) for f in ("name", "year", "mask_rule", "gradient_rule", "needs", "reference")}
-    sparse_from = cls.__dict__.get("sparse_from", "warmup")
-    sparse_from = sparse_from if isinstance(sparse_from, str) else "warmup"
+    sparse_from = cls.sparse_from if isinstance(cls.sparse_from, str) else "warmup"  # a property: by its settings
     _ENTRIES[cls.name] = Entry(cls=cls, summary=summary, sparse_from=sparse_from, **facts)
     return cls
 

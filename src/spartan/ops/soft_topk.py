@@ -109,7 +109,8 @@ def solve(
     s = min(max(s, least), most)
     best = Dual(beta, origin, s, residual=math.inf)
     for passes in range(1, max_iters + 1):
-        center, offset = _split(origin, s, beta, parts[0].u.dtype)
+        center = origin if abs(s) <= 4.0 else min(max(origin - s / beta, low), high)
+        center, offset = _split(origin, s, beta, center, parts[0].u.dtype)
         f, d = moments(parts, beta, center, offset)
         residual = abs(f - k) / k
         best = Dual(beta, center, offset, residual=residual) if residual < best.residual else best
@@ -130,11 +131,9 @@ def _newton(s: float, f: float, d: float, total: float, goal: float) -> float:
     return s - (logit(f / total) - goal) * f * (total - f) / (total * d)
 
 
-def _split(origin: float, s: float, beta: float, dtype: torch.dtype) -> tuple[float, float]:
-    """The same line with its zero near the data: center a number of the data's own precision, offset what is left."""
-    if abs(s) <= 4.0:
-        return origin, s
-    center = float(torch.tensor(origin - s / beta, dtype=dtype))
+def _split(origin: float, s: float, beta: float, center: float, dtype: torch.dtype) -> tuple[float, float]:
+    """The line β(u − origin) + s written from another center: a number of the data's precision, and what is left."""
+    center = float(torch.tensor(center, dtype=dtype))
     return center, s - beta * (origin - center)
 
 
@@ -181,8 +180,13 @@ def sinkhorn(
         last, worth = worth, float((v * m).sum(dtype=torch.float64))
         if passes == max_iters or abs(worth - last) < tol * abs(last):
             break
-    residual = abs(float((c * m).sum(dtype=torch.float64)) - k) / k
-    return Dual(beta, 0.0, before, scale=math.exp(mu - before), passes=passes, residual=residual)
+    return Dual(beta, 0.0, before, scale=math.exp(mu - before), passes=passes)
+
+
+def residual_at(dual: Dual, parts: Parts, k: float) -> float:
+    """|Σ c·sigmoid(βu + μ) − k| / k: how far a dual is from the solution."""
+    f, _ = moments(parts, dual.beta, dual.center, dual.offset + math.log(dual.scale))
+    return abs(f - k) / k if k else f
 
 
 class SoftMask(torch.autograd.Function):
@@ -201,7 +205,7 @@ class SoftMask(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """∂L/∂u = βm(1−m)(g − c·a₁/a₂), and u = v/c makes this Algorithm 5.
 
-        a₂ is Σ c m(1−m); the paper writes k − Σ c m², which is the same at convergence only.
+        a₂ is Σ c m(1−m); the paper writes k − Σ c m², which is the same where Σ c m = k.
         """
         slopes = [m - m * m for m in ctx.saved_tensors]
         ratio = pull_ratio(grads, slopes, ctx.costs)
@@ -226,7 +230,11 @@ def pull_ratio(grads: Sequence[Tensor], slopes: Sequence[Tensor], costs: Sequenc
 
 @dataclass(frozen=True)
 class SoftTopKInfo:
-    """How a mask was found: the dual μ, the passes over the data, and |cᵀm − k| / k."""
+    """How a mask was found: the dual μ, the passes over the data, and |cᵀ sigmoid(βv/c + μ) − k| / k.
+
+    For Newton that is the mask's own residual. Sinkhorn ends by rescaling its mask to the budget, so there it tells how
+    far μ is from the solution.
+    """
 
     mu: float
     passes: int
@@ -286,7 +294,7 @@ def soft_topk(
             own choice (sinkhorn: cold).
         tol: when to stop. newton: |cᵀm − k|/k (1e-6; float64 1e-13). sinkhorn: relative change of vᵀm (0.01).
         max_iters: most passes over the values; 60 for newton, 100 for sinkhorn.
-        return_info: also return μ, the number of passes and the residual |cᵀm − k|/k.
+        return_info: also return μ, the number of passes and the budget residual at μ.
 
     Returns:
         The mask, of the shape of `values`; with `return_info`, the mask and a `SoftTopKInfo`.
@@ -294,7 +302,7 @@ def soft_topk(
     Example:
         >>> m = soft_topk(torch.tensor([3.0, 1.0, 2.0, 0.0]), k=2, beta=4.0)
         >>> m.round(decimals=2)
-        tensor([0.9900, 0.1200, 0.8800, 0.0000])
+        tensor([1.0000, 0.1200, 0.8800, 0.0000])
     """
     if not beta >= 0:
         raise ValueError(f"beta={beta!r} is not a sharpness; it must be at least 0")
@@ -315,7 +323,10 @@ def soft_topk(
     u = v.reshape(-1) / part.c if isinstance(part.c, Tensor) else v.reshape(-1)
     (mask,) = SoftMask.apply(dual, [part.c], u.to(v.dtype))
     mask = mask.reshape(values.shape).to(dtype)
-    return (mask, SoftTopKInfo(dual.mu, dual.passes, dual.residual)) if return_info else mask
+    if not return_info:
+        return mask
+    residual = residual_at(dual, [part], k) if solver == "sinkhorn" else dual.residual
+    return mask, SoftTopKInfo(dual.mu, dual.passes, residual)
 
 
 def _solve_as_asked(
