@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from spartan.groups import Group
 from spartan.masters import DenseMaster, FrozenMaster, Master
@@ -24,7 +25,7 @@ def pack(settings: Mapping[str, Any], at: Moment, groups: Sequence[Group], maste
         "settings": dict(settings),
         "step": at.step,
         "seed": at.seed,
-        "weights": {m.target.name: m.state() for m in masters},
+        "weights": {t.name: state for m in masters for t, state in zip(m.targets, m.state(), strict=True)},
         "groups": [
             {
                 "threshold": None if g.threshold is None else asdict(g.threshold),
@@ -76,16 +77,7 @@ def unpack(
     state: Mapping[str, Any], at: Moment, groups: Sequence[Group], masters: Sequence[Master]
 ) -> tuple[Moment, list[Master]]:
     """The moment and the masters of a checked state; the groups are filled in place."""
-    found: list[Master] = []
-    for master in masters:
-        target = master.target
-        saved = {k: v.to(target.parameter.device) for k, v in state["weights"][target.name].items()}
-        if "index" in saved:
-            found.append(FrozenMaster(target, saved["index"].clone(), saved["mask"].clone(), saved["theta"].clone()))
-        else:
-            dense = master if isinstance(master, DenseMaster) else DenseMaster(target)
-            dense.theta.copy_(saved["theta"])
-            found.append(dense)
+    found = [_master(master, state["weights"]) for master in masters]
     with torch.no_grad():
         for group, of in zip(groups, state["groups"], strict=True):
             device = group.targets[0].parameter.device
@@ -95,3 +87,17 @@ def unpack(
             for name, parameter in group.learned.items():
                 parameter.copy_(of["learned"][name])
     return replace(at, step=int(state["step"]), seed=int(state["seed"])), found
+
+
+def _master(master: Master, saved: Mapping[str, Mapping[str, Tensor]]) -> Master:
+    """The master of the same targets, as it was saved."""
+    targets, device = master.targets, master.theta.device
+    states = [{k: v.to(device) for k, v in saved[t.name].items()} for t in targets]
+    if "index" in states[0]:
+        starts = [sum(t.numel for t in targets[:j]) for j in range(len(targets))]
+        index = torch.cat([s["index"] + start for s, start in zip(states, starts, strict=True)])
+        return FrozenMaster(targets, index, *(torch.cat([s[key] for s in states]) for key in ("mask", "theta")))
+    dense = master if isinstance(master, DenseMaster) else DenseMaster(targets)
+    for view, s in zip(dense.views(), states, strict=True):
+        view.copy_(s["theta"])
+    return dense

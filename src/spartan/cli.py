@@ -21,10 +21,9 @@ Sets = Annotated[
 
 
 class _Friendly(TyperGroup):
-    """A mistake of the user's is one line and exit code 2, what the machine cannot do one line and exit code 1."""
+    """A mistake of the user's is one line and exit code 2, what went wrong on the way one line and exit code 1."""
 
     def invoke(self, ctx: Any) -> Any:
-        from spartan.training.checkpoint import CheckpointError
         from spartan.training.signals import Interrupted
 
         try:
@@ -32,11 +31,22 @@ class _Friendly(TyperGroup):
         except Interrupted as stop:
             typer.echo(stop.message, err=True)
             raise
-        except (ValueError, OSError, ImportError, CheckpointError) as error:
-            if getattr(error, "errno", None) == errno.EPIPE or os.environ.get("SPARTAN_TRACEBACK"):
+        except (ValueError, OSError, ImportError, RuntimeError) as error:
+            if not _is_clear(error) or os.environ.get("SPARTAN_TRACEBACK"):
                 raise
             typer.echo("error: " + (" ".join(str(error).split()) or type(error).__name__), err=True)
             raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+
+
+def _is_clear(error: Exception) -> bool:
+    """Whether the error says enough by itself; of RuntimeErrors, only those that this library raises do."""
+    if isinstance(error, (typer.Exit, typer.Abort)) or getattr(error, "errno", None) == errno.EPIPE:
+        return False
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    ours = trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("spartan.")
+    return ours or not isinstance(error, RuntimeError)
 
 
 # Plain help, the same on a terminal, in a pipe and in a log.
@@ -217,26 +227,10 @@ def evaluate(
     spartan evaluate runs/imp --set data.path=elsewhere/cifar10.npz --set device=cpu
     spartan evaluate model.safetensors --recipe cifar10-wrn22
     """
-    from spartan.training.config import RecipeError, load_recipe
-    from spartan.training.runs import count_nonzero, load_weights, read_run
-
-    if target.is_dir():
-        if recipe is not None:
-            raise RecipeError(f"--recipe: {target} is a run folder and has its own; use --set to change keys of it")
-        summary = read_run(target).summary
-        if summary is None:
-            raise ValueError(f"{target} is unfinished; continue it first: spartan train --resume {target}")
-        source, file = str(target / "recipe.yaml"), target / "model.safetensors"
-    elif recipe is None:
-        hint = "a file needs --recipe RECIPE" if target.is_file() else "there is no such run folder or file"
-        raise RecipeError(f"{target}: {hint}")
-    else:
-        source, file, summary = recipe, target, None
-    config = load_recipe(source, sets or ())
-    weights = load_weights(file)
-
     from spartan.training import loop
+    from spartan.training.runs import count_nonzero, load_trained
 
+    config, weights, summary = load_trained(target, recipe, sets or ())
     scores = loop.evaluate(config, weights)
     nonzero, total, which = count_nonzero(weights, summary)
     typer.echo(f"top-1     {scores['top1']:.2%}")
@@ -313,9 +307,9 @@ def sweep(
     folder = out or Path("runs") / f"{Path(recipe).stem}-sweep"
     planned = plan(recipe, sets or [], seeds, folder)
     sweeper = Sweep(recipe, folder, min(jobs, len(planned)))
-    with Telling(len(planned), is_plain()) as telling:
+    with Telling(planned, is_plain()) as telling:
         telling.line(f"{len(planned)} runs, {sweeper.at_once} at once -> {folder}")
-        outcomes = sweeper.run(planned, telling.outcome)
+        outcomes = sweeper.run(planned, telling)
     failed = [outcome for outcome in outcomes if outcome.state == "failed"]
     if folder.is_dir() and any(o.state in ("finished", "skipped") for o in outcomes):
         print_comparison(find_runs([folder]))
@@ -323,7 +317,7 @@ def sweep(
             typer.echo(f"report: {page}")
     for outcome in failed:
         typer.echo(f"failed: {outcome.job.folder} ({' '.join(outcome.job.sets)}): {outcome.reason}", err=True)
-    if sweeper.stopped:
+    if sweeper.stopped():
         typer.echo("stopped; the same command goes on where it stopped", err=True)
         raise typer.Exit(130)
     if failed:

@@ -22,7 +22,8 @@ from spartan.targets import Target, find_targets, unwrap
 class Group:
     """Targets that compete with one another.
 
-    `k` is what they may cost now. What a method knows about the group lives here too: its threshold and dual, tensors
+    Methods see one tensor per target, or, where the group is `fused`, all of them laid end to end as one. `k` is what
+    they may cost now. What a method knows about the group lives here too: its threshold and dual, tensors
     of its own (masks, scores) and learned parameters, so that a method object itself holds settings only.
     """
 
@@ -32,6 +33,7 @@ class Group:
     power: float  # p in v = Σ cᵖ|θ|
     sparsity: float  # fraction of the cost that is gone at the end
     index: int = 0  # its place among the groups
+    fused: bool = False  # one tensor over all targets; every weight must be a unit, of the same cost
     k: float = math.nan
     threshold: Threshold | None = None
     dual: Dual | None = None
@@ -39,12 +41,29 @@ class Group:
     learned: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.sizes = [self.pattern.unit_size(t.shape) for t in self.targets]  # entries per unit
-        self.unit_costs = [c * n for c, n in zip(self.prices, self.sizes, strict=True)]
-        self.units = [t.numel // n for t, n in zip(self.targets, self.sizes, strict=True)]
         self.total = math.fsum(c * t.numel for c, t in zip(self.prices, self.targets, strict=True))
+        # What follows is one entry per tensor that methods see.
+        shapes, prices = [t.shape for t in self.targets], self.prices
+        if self.fused:
+            shapes, prices = [(sum(t.numel for t in self.targets),)], self.prices[:1]
+        self.shapes = shapes
+        self.sizes = [self.pattern.unit_size(s) for s in shapes]  # entries per unit
+        self.unit_costs = [c * n for c, n in zip(prices, self.sizes, strict=True)]
+        self.units = [math.prod(s) // n for s, n in zip(shapes, self.sizes, strict=True)]
         # u = v / c_unit = factor · Σ|θ|
-        self.factors = [c ** (self.power - 1.0) / n for c, n in zip(self.prices, self.sizes, strict=True)]
+        self.factors = [c ** (self.power - 1.0) / n for c, n in zip(prices, self.sizes, strict=True)]
+
+    def slabs(self) -> list[list[Target]]:
+        """The targets behind each tensor that methods see."""
+        return [self.targets] if self.fused else [[t] for t in self.targets]
+
+    def size_of_units(self) -> list[int]:
+        """Entries per unit of each target."""
+        return self.sizes * len(self.targets) if self.fused else self.sizes
+
+    def cost_of_units(self) -> list[float]:
+        """Cost of a unit of each target."""
+        return self.unit_costs * len(self.targets) if self.fused else self.unit_costs
 
     def scores(self, thetas: Sequence[Tensor]) -> list[Tensor]:
         """u = v/c of every unit, flat, one tensor per target; differentiable in θ."""
@@ -76,8 +95,8 @@ class Group:
         return found
 
     def expand(self, units: Iterable[Tensor]) -> list[Tensor]:
-        """One entry per unit, spread over each target's shape."""
-        return [self.pattern.expand(x, t.shape) for x, t in zip(units, self.targets, strict=True)]
+        """One entry per unit, spread over each tensor's shape."""
+        return [self.pattern.expand(x, s) for x, s in zip(units, self.shapes, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -132,8 +151,19 @@ def make_plan(
         sparsity = sparsity * counted / weights
     prices = cost.per_parameter(model, targets)
     costs = [c * t.numel for c, t in zip(prices, targets, strict=True)]
-    groups = [
-        Group([targets[i] for i in members], pattern, [prices[i] for i in members], cost.value_power, s, index)
-        for index, (members, s) in enumerate(divide(budget, sparsity, targets, costs))
-    ]
+    groups = []
+    for index, (members, s) in enumerate(divide(budget, sparsity, targets, costs)):
+        mine, c = [targets[i] for i in members], [prices[i] for i in members]
+        groups.append(Group(mine, pattern, c, cost.value_power, s, index, fused=_should_fuse(mine, c, pattern)))
     return Plan(groups, counted, untouched, math.fsum(costs) + untouched)
+
+
+def _should_fuse(targets: Sequence[Target], prices: Sequence[float], pattern: Pattern) -> bool:
+    """Whether a group is better handled as one tensor.
+
+    On an accelerator, where a launch per target and operation takes longer than the work; on a CPU, tensors that fit
+    the cache one by one are faster.
+    """
+    kinds = {(t.parameter.dtype, t.parameter.device) for t in targets}
+    alike = isinstance(pattern, Unstructured) and len(set(prices)) == 1 and len(kinds) == 1
+    return alike and len(targets) > 1 and targets[0].parameter.device.type != "cpu"

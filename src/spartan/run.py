@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spartan.groups import Group, Plan
-from spartan.masters import DenseMaster, FrozenMaster, Master
+from spartan.masters import DenseMaster, FrozenMaster, Master, gather, lay_out
 from spartan.methods.base import Method
 from spartan.schedules import Moment
 from spartan.targets import current
@@ -22,7 +22,9 @@ class Run:
     def __init__(self, plan: Plan, method: Method, at: Moment) -> None:
         self.plan, self.method, self.at = plan, method, at
         self.targets = [target for group in plan.groups for target in group.targets]
-        self.masters: list[Master] = [DenseMaster(t, alias=method.identity) for t in self.targets]
+        self.masters: list[Master] = [DenseMaster(s, method.identity) for g in plan.groups for s in g.slabs()]
+        # Where each target is: its master, and its place there.
+        self._home = [(m, j) for m, master in enumerate(self.masters) for j in range(len(master.targets))]
         self._versions: list[int] = []
         for group, thetas in self.groups():
             self._set_budget(group)
@@ -30,10 +32,10 @@ class Run:
         self.choose()
 
     def groups(self) -> Iterator[tuple[Group, list[Tensor]]]:
-        """Each group with its θ."""
+        """Each group with its θ, as methods see it."""
         start = 0
         for group in self.plan.groups:
-            end = start + len(group.targets)
+            end = start + len(group.shapes)
             yield group, [m.theta for m in self.masters[start:end]]
             start = end
 
@@ -41,6 +43,23 @@ class Run:
     def frozen(self) -> tuple[FrozenMaster, ...]:
         """The masters, once the mask is fixed; nothing before."""
         return tuple(m for m in self.masters if isinstance(m, FrozenMaster))
+
+    def put(self, which: Iterable[int]) -> None:
+        """Write θ into the parameters of these targets."""
+        for m, places in self._by_master(which):
+            self.masters[m].put(places)
+
+    def take(self, which: Iterable[int]) -> None:
+        """Read θ from the parameters of these targets."""
+        for m, places in self._by_master(which):
+            self.masters[m].take(places)
+
+    def _by_master(self, which: Iterable[int]) -> Iterable[tuple[int, list[int]]]:
+        found: dict[int, list[int]] = {}
+        for i in which:
+            m, j = self._home[i]
+            found.setdefault(m, []).append(j)
+        return found.items()
 
     # ------------------------------------------------------------------ masks
 
@@ -68,7 +87,7 @@ class Run:
         for group, thetas in self.groups():
             keep = group.expand(self.method.keep(group, thetas))
             mask = group.expand(self.method.freeze(group, thetas, self.at))
-            frozen += [FrozenMaster.of(*each) for each in zip(group.targets, thetas, keep, mask, strict=True)]
+            frozen += [FrozenMaster.of(*each) for each in zip(group.slabs(), thetas, keep, mask, strict=True)]
         return frozen
 
     def advance(self) -> None:
@@ -81,15 +100,18 @@ class Run:
     def weights(self) -> list[Tensor]:
         """w = f(θ) of every target."""
         if self.frozen:
-            return [master.weight() for master in self.frozen]
-        return [w for group, thetas in self.groups() for w in self.method.weights(group, thetas, self.at)]
+            return [w for master in self.frozen for w in master.weights()]
+        found: list[Tensor] = []
+        for group, thetas in self.groups():
+            for slab, w in zip(group.slabs(), self.method.weights(group, thetas, self.at), strict=True):
+                found += lay_out(slab, w)
+        return found
 
     @torch.no_grad()
     def write(self) -> None:
         """Put w into the model."""
         if not self.method.identity:
-            for target, w in zip(self.targets, self.weights(), strict=True):
-                target.parameter.copy_(w)
+            torch._foreach_copy_([t.parameter for t in self.targets], self.weights())
         self._versions = [target.parameter._version for target in self.targets]
 
     @torch.no_grad()
@@ -97,24 +119,45 @@ class Run:
         """Turn the fresh gradients for w in `.grad` into gradients for θ, in place; missing ones count as zero."""
         start = 0
         for group, thetas in self.groups():
+            end = start + len(group.targets)
             params = [t.parameter for t in group.targets]
-            end = start + len(params)
             grads = [p.grad if f else None for p, f in zip(params, fresh[start:end], strict=True)]
-            if self.frozen:
-                masters = self.frozen[start:end]
-                found = [None if g is None else m.gradient(g) for m, g in zip(masters, grads, strict=True)]
-            else:
-                self.method.observe(group, thetas, grads, self.at)
-                found = self.method.gradient(group, thetas, grads, self.at)
+            found = self._frozen_gradients(grads, start) if self.frozen else self._gradients(group, thetas, grads)
             for parameter, old, new in zip(params, grads, found, strict=True):
                 if old is None:
                     # A parameter that the loss did not reach still feels the others through the shared budget.
-                    parameter.grad = new if parameter.grad is None else parameter.grad
+                    if parameter.grad is None and new is not None and new.any():
+                        parameter.grad = new.clone()
                 elif new is None:
                     old.zero_()
-                elif new is not old:
-                    old.copy_(new)
+            changed = [
+                (g, x) for g, x in zip(grads, found, strict=True) if g is not None and x is not None and x is not g
+            ]
+            if changed:
+                torch._foreach_copy_([g for g, _ in changed], [x for _, x in changed])
             start = end
+
+    def _frozen_gradients(self, grads: Sequence[Tensor | None], start: int) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        while len(found) < len(grads):
+            master = self.frozen[self._home[start + len(found)][0]]
+            found += master.gradients(grads[len(found) : len(found) + len(master.targets)])
+        return found
+
+    def _gradients(
+        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """The method's gradients, for the tensors that it sees."""
+        if not group.fused:
+            self.method.observe(group, thetas, grads, self.at)
+            return self.method.gradient(group, thetas, grads, self.at)
+        if all(g is None for g in grads):
+            return grads
+        dense = [torch.zeros_like(t.parameter) if g is None else g for g, t in zip(grads, group.targets, strict=True)]
+        flat = [gather(group.targets, dense)]
+        self.method.observe(group, thetas, flat, self.at)
+        (found,) = self.method.gradient(group, thetas, flat, self.at)
+        return [None] * len(grads) if found is None else lay_out(group.targets, found)
 
     # ------------------------------------------------------------------ looking
 
@@ -122,20 +165,28 @@ class Run:
     def kept_units(self) -> list[int]:
         """Units kept of each target."""
         if self.frozen:
-            sizes = [n for group in self.plan.groups for n in group.sizes]
-            return [m.index.numel() // n for m, n in zip(self.frozen, sizes, strict=True)]
-        return [int(keep.sum()) for group, thetas in self.groups() for keep in self.method.keep(group, thetas)]
+            sizes = [n for group in self.plan.groups for n in group.size_of_units()]
+            return [n // size for n, size in zip([n for m in self.frozen for n in m.kept()], sizes, strict=True)]
+        found: list[Tensor] = []
+        for group, thetas in self.groups():
+            for slab, keep in zip(group.slabs(), self.method.keep(group, thetas), strict=True):
+                pieces = [keep] if len(slab) == 1 else keep.split([t.numel for t in slab])
+                found += [piece.sum() for piece in pieces]
+        return [int(n) for n in torch.stack(found).tolist()]
 
     @torch.no_grad()
     def masks(self) -> dict[str, Tensor]:
         """Bool per weight, by parameter name."""
+        found: list[Tensor] = []
         if self.frozen:
-            return {m.target.name: m.keep() for m in self.frozen}
-        found: dict[str, Tensor] = {}
-        for group, thetas in self.groups():
-            keep = group.expand(self.method.keep(group, thetas))
-            found |= {t.name: k.clone() for t, k in zip(group.targets, keep, strict=True)}
-        return found
+            found = [keep for m in self.frozen for keep in m.keep()]
+        else:
+            for group, thetas in self.groups():
+                keep = group.expand(self.method.keep(group, thetas))
+                found += [
+                    k.clone() for slab, whole in zip(group.slabs(), keep, strict=True) for k in lay_out(slab, whole)
+                ]
+        return {t.name: keep for t, keep in zip(self.targets, found, strict=True)}
 
     @torch.no_grad()
     def mask_histogram(self, bins: int) -> list[int] | None:
@@ -147,7 +198,7 @@ class Run:
             sizes = [n for group in self.plan.groups for n in group.sizes]
             for master, size in zip(self.frozen, sizes, strict=True):
                 found += torch.histc(master.mask.float(), bins, 0.0, 1.0).long().cpu() // size
-                found[0] += (master.target.numel - master.index.numel()) // size
+                found[0] += (sum(t.numel for t in master.targets) - master.index.numel()) // size
             return found.tolist()
         for group, thetas in self.groups():
             assert group.dual is not None
@@ -159,8 +210,8 @@ class Run:
 
     def check_same_tensors(self) -> None:
         """The model must hold the parameters that the run was built for."""
-        for target, master in zip(self.targets, self.masters, strict=True):
-            now, theta = current(target), master.theta
+        for target, (m, _) in zip(self.targets, self._home, strict=True):
+            now, theta = current(target), self.masters[m].theta
             if now is not target.parameter or now.device != theta.device or now.dtype != theta.dtype:
                 raise RuntimeError(
                     f"{target.name} was moved, cast or replaced after the sparsifier was built (it is {now.dtype} on "

@@ -192,8 +192,7 @@ class Sparsifier:
             run.check_model()
         with torch.no_grad():
             try:
-                for i in mine:
-                    run.masters[i].put()
+                run.put(mine)
                 result = inner() if evaluate is None else inner(evaluate)
                 if not skipped(optimizer):
                     run.check_weights(mine)
@@ -203,8 +202,8 @@ class Sparsifier:
                 run.write()
                 raise
             try:
+                run.take(mine)
                 for i in mine:
-                    run.masters[i].take()
                     self._ledger.stepped(i)
             finally:
                 self._after(optimizer)
@@ -240,24 +239,22 @@ class Sparsifier:
                 model.load_state_dict(ema.module.state_dict())   # at the end
         """
         self._alive("dense_weights")
-        run = self._run
+        run, every = self._run, range(len(self._targets))
         run.check_model()
         self._lent = True
         try:
             with torch.no_grad():
-                for master in run.masters:
-                    master.put()
+                run.put(every)
             yield
             run.check_same_tensors()
-            run.check_weights(range(len(self._targets)))
+            run.check_weights(every)
         except BaseException:
             run.write()
             raise
         else:
             try:
                 with torch.no_grad():
-                    for master in run.masters:
-                        master.take()
+                    run.take(every)
                 run.choose()
             finally:
                 run.write()

@@ -39,8 +39,8 @@ class Stats:
     def of(cls, plan: Plan, method: Method, at: Moment, kept: Sequence[int]) -> Stats:
         """From the units kept of each target."""
         groups = plan.groups
-        sizes = [n for g in groups for n in g.sizes]
-        costs = [c for g in groups for c in g.unit_costs]
+        sizes = [n for g in groups for n in g.size_of_units()]
+        costs = [c for g in groups for c in g.cost_of_units()]
         weights = sum(n * size for n, size in zip(kept, sizes, strict=True))
         duals = [g.dual for g in groups]
         asked = math.fsum(g.k for g in groups) + plan.untouched
@@ -82,7 +82,7 @@ class Layer:
         """One row per target, in the order of the groups."""
         rows, units = [], iter(kept)
         for group in plan.groups:
-            for target, size, price in zip(group.targets, group.sizes, group.prices, strict=True):
+            for target, size, price in zip(group.targets, group.size_of_units(), group.prices, strict=True):
                 entries = next(units) * size
                 dense = 2.0 * price * target.numel if flops else None
                 rows.append(

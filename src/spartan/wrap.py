@@ -68,8 +68,7 @@ class Closure:
             loss = self.closure()
         self.ready()
         with torch.no_grad():
-            for i in self.mine:
-                self.run.masters[i].put()
+            self.run.put(self.mine)
         self._put = self._versions()
         return loss
 
@@ -83,8 +82,7 @@ class Closure:
             states = [(g.threshold, g.dual, dict(g.tensors)) for g in self.run.plan.groups]
             self._before = ([m.snapshot() for m in self.run.masters], states)
         self.run.check_weights(self.mine)
-        for i in self.mine:
-            self.run.masters[i].take()
+        self.run.take(self.mine)
         self.run.choose()
 
     @torch.no_grad()

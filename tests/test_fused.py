@@ -1,0 +1,121 @@
+"""A fused group, all targets as one tensor, trains as the separate ones do. Accelerators use it; here it is forced."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spartan import Sparsifier, groups
+from tests.contract.cases import METHODS, STEPS, Net, backward
+
+STATEFUL = {"sampled": "draws its noise per tensor", "regrowing": "drops a quantile per tensor"}
+
+
+@pytest.fixture
+def fuse(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def switch(on: bool) -> None:
+        monkeypatch.setattr(groups, "_should_fuse", lambda targets, prices, pattern: on and len(targets) > 1)
+
+    return switch
+
+
+def build(method: Any, optimizers: int = 1) -> tuple[Net, list[torch.optim.Optimizer], Sparsifier]:
+    torch.manual_seed(0)
+    model = Net().double()
+    split = list(model.conv.parameters()) + list(model.norm.parameters())
+    rest = list(model.hidden.parameters()) + list(model.head.parameters())
+    parts = [split, rest] if optimizers == 2 else [split + rest]
+    found = [torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3) for p in parts]
+    sparsifier = Sparsifier(model, 0.7, STEPS, method, budget="global").attach(*found)
+    return model, found, sparsifier  # type: ignore[return-value]
+
+
+def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
+    for step in steps:
+        backward(model, step)
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_fused_is_separate(method: str, optimizers: int, fuse: Any) -> None:
+    if method in STATEFUL:
+        pytest.skip(STATEFUL[method])
+    fuse(False)
+    one, optimizers_one, a = build(METHODS[method], optimizers)
+    fuse(True)
+    two, optimizers_two, b = build(METHODS[method], optimizers)
+    assert len(b._run.masters) == 1 and len(a._run.masters) == 3  # noqa: PT018
+    for step in range(STEPS + 2):
+        train(one, optimizers_one, range(step, step + 1))
+        train(two, optimizers_two, range(step, step + 1))
+        for p, q in zip(one.parameters(), two.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-13)
+        for name, mask in a.masks().items():
+            assert torch.equal(mask, b.masks()[name])
+        x, y = a.stats, b.stats
+        assert (x.step, x.phase, x.density, x.cost, x.beta) == (y.step, y.phase, y.density, y.cost, y.beta)
+        assert [layer.kept for layer in a.layers()] == [layer.kept for layer in b.layers()]
+        assert a.mask_histogram() == b.mask_histogram()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("stop", [4, 11])
+def test_a_fused_run_resumes(method: str, stop: int, fuse: Any) -> None:
+    fuse(True)
+    model, optimizers, sparsifier = build(METHODS[method])
+    train(model, optimizers, range(stop))
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizers[0].state_dict(), sparsifier.state_dict()], file)
+    train(model, optimizers, range(stop, STEPS))
+    file.seek(0)
+    again, optimizers_again, sparsifier_again = build(METHODS[method])
+    parts = (again, optimizers_again[0], sparsifier_again)
+    for part, state in zip(parts, torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(state)  # type: ignore[attr-defined]
+    train(again, optimizers_again, range(stop, STEPS))
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("method", ["spartan", "topkast", "imp"])
+@pytest.mark.parametrize("stop", [4, 11])
+def test_a_fused_run_goes_on_separately(method: str, stop: int, fuse: Any) -> None:
+    """A state is by parameter name, so a run may move between an accelerator and a CPU."""
+    fuse(True)
+    model, optimizers, sparsifier = build(method)
+    train(model, optimizers, range(stop))
+    states = copy.deepcopy((model.state_dict(), optimizers[0].state_dict(), sparsifier.state_dict()))
+    fuse(False)
+    again, optimizers_again, sparsifier_again = build(method)
+    for part, state in zip((again, optimizers_again[0], sparsifier_again), states, strict=True):
+        part.load_state_dict(state)  # type: ignore[attr-defined]
+    train(model, optimizers, range(stop, STEPS))
+    train(again, optimizers_again, range(stop, STEPS))
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("method", ["spartan", "topkast", "imp"])
+def test_missing_gradients(method: str, fuse: Any) -> None:
+    found = []
+    for on in (False, True):
+        fuse(on)
+        model, optimizers, sparsifier = build(method)
+        train(model, optimizers, range(3))
+        backward(model, 3)
+        model.hidden.weight.grad = None
+        sparsifier.backward()
+        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
