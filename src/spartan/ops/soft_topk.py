@@ -67,13 +67,10 @@ def moments(parts: Parts, beta: float, center: float, offset: float) -> tuple[fl
     for part in parts:
         for u, c in chunks(part):
             m = Dual(beta, center, offset).mask(u.double() if upcast else u)
-            if isinstance(c, Tensor):
-                cm = m * c
-                f += cm.sum(dtype=torch.float64).item()
-                s += cm.mul_(m).sum(dtype=torch.float64).item()
-            else:
-                f += c * m.sum(dtype=torch.float64).item()
-                s += c * torch.dot(m, m).item()
+            price, weighted = (1.0, m * c) if isinstance(c, Tensor) else (c, m)
+            sums = weighted.sum(dtype=torch.float64), torch.dot(weighted, m.to(weighted.dtype)).double()
+            one, two = torch.stack(sums).tolist()  # one look at the device
+            f, s = f + price * one, s + price * two
     return f, f - s
 
 

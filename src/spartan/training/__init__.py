@@ -1,0 +1,1 @@
+"""The application: recipes, data, models, the training loop and its files."""

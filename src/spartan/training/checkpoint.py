@@ -1,0 +1,111 @@
+"""Checkpoints that survive anything: written aside, flushed, renamed; checked when read; the last two kept."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from spartan.training.config import reason
+
+KEEP = 2
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the text says which, and what is still good."""
+
+
+class _Hashing:
+    """A file that knows the digest of what was written to it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.digest = file, hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """A small file, whole or not at all."""
+    aside = path.with_name(path.name + ".tmp")
+    with aside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a run, newest first."""
+    return sorted((folder / "checkpoints").glob("step-*.pt"), reverse=True)
+
+
+def save(folder: Path, step: int, state: Mapping[str, Any]) -> Path:
+    """Write a checkpoint; older ones are removed only when it is safely there."""
+    home = folder / "checkpoints"
+    path = home / f"step-{step:08d}.pt"
+    aside = path.with_suffix(".tmp")
+    try:
+        home.mkdir(exist_ok=True)
+        with aside.open("wb") as raw:
+            file = _Hashing(raw)
+            torch.save(dict(state), file)  # type: ignore[arg-type]
+            raw.flush()
+            os.fsync(raw.fileno())
+        write_atomically(path.with_suffix(".sha256"), file.digest.hexdigest().encode())
+        aside.replace(path)
+        _sync_folder(home)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        aside.unlink(missing_ok=True)
+        older = [p.name for p in checkpoints(folder)]
+        good = f"the last good one is {older[0]}" if older else "there is none before it"
+        raise CheckpointError(f"could not write checkpoint {path}: {reason(error)}; {good}") from error
+    for old in checkpoints(folder)[KEEP:]:
+        old.unlink(missing_ok=True)
+        old.with_suffix(".sha256").unlink(missing_ok=True)
+    return path
+
+
+def load_newest(folder: Path, device: torch.device) -> tuple[Path, dict[str, Any], list[str]] | None:
+    """The newest checkpoint that can be read, and a line for each newer one that cannot; None if there is none."""
+    trouble: list[str] = []
+    for path in checkpoints(folder):
+        try:
+            return path, _load(path, device), trouble
+        except CheckpointError as error:
+            trouble.append(str(error))
+    if trouble:
+        raise CheckpointError("no checkpoint can be read: " + "; ".join(trouble) + ". Nothing was changed.")
+    return None
+
+
+def _load(path: Path, device: torch.device) -> dict[str, Any]:
+    try:
+        expected = path.with_suffix(".sha256")
+        if expected.is_file():
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected.read_text().strip():
+                    raise CheckpointError(f"{path.name} is damaged: its checksum does not match")
+        return torch.load(path, map_location=device, weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # A truncated zip surfaces as almost any exception; whatever it is, the file is of no use.
+        raise CheckpointError(f"{path.name} cannot be read: {reason(error)}") from error

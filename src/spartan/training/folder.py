@@ -1,0 +1,122 @@
+"""The run folder: what is written when a run begins and when it ends."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import spartan
+from spartan.training.checkpoint import write_atomically
+from spartan.training.config import Config, RecipeError, load_recipe, to_yaml
+
+if TYPE_CHECKING:
+    from spartan.training.loop import Trainer
+
+
+def create(out: Path, config: Config, device: torch.device, command: list[str]) -> None:
+    """Make the folder with its recipe and environment, whole or not at all."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_name(f".{out.name}.{os.getpid()}")
+    aside.mkdir()
+    try:
+        write_atomically(aside / "recipe.yaml", to_yaml(config).encode())
+        write_atomically(aside / "environment.json", json.dumps(environment(device, command), indent=1).encode())
+        (aside / "checkpoints").mkdir()
+        if out.exists():
+            out.rmdir()  # empty, as was checked
+        aside.rename(out)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def recipe_of(out: Path) -> Config:
+    """The recipe a run was started with."""
+    path = out / "recipe.yaml"
+    if not path.is_file():
+        raise RecipeError(f"{out} is not a run folder: it has no recipe.yaml")
+    return load_recipe(path)
+
+
+def environment(device: torch.device, command: list[str]) -> dict[str, Any]:
+    """Versions, commit and machine kind."""
+    versions = {"spartan": spartan.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    for name in ("torchvision", "timm", "numpy"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "command": command,
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
+        "host_cores": os.cpu_count(),
+        "versions": versions,
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the library's checkout, if it runs from one."""
+    here = Path(__file__).parent
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() if found.returncode == 0 else None
+
+
+def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any]:
+    """The final model, the masks and, last of all, the summary: a run with a summary is finished."""
+    import numpy as np
+    from safetensors.torch import save_file
+
+    model, sparsifier = trainer.model, trainer.sparsifier
+    layers = [vars(layer) | {"shape": list(layer.shape)} for layer in sparsifier.layers()]
+    sparsifier.finalize()
+    sparsifier.detach()
+    state = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
+    save_file(state, out / "model.safetensors.tmp")
+    (out / "model.safetensors.tmp").replace(out / "model.safetensors")
+    if trainer.masks:
+        bits = np.stack([np.packbits(m.numpy()) for m in trainer.masks])
+        with (out / "masks.npz").open("wb") as file:
+            np.savez_compressed(file, bits=bits, n=trainer.masks[0].numel())
+    counted = sum(layer["parameters"] for layer in layers)
+    nonzero = sum(layer["kept"] for layer in layers)
+    parameters = sum(p.numel() for p in model.parameters())
+    everything = parameters if trainer.config.count == "model" else counted
+    count = spartan.flops(model, torch.zeros(1, *trainer.data.shape, device=trainer.device))
+    summary = {
+        "method": trainer.config.method,
+        "sparsity": trainer.config.sparsity,
+        "seed": trainer.config.seed,
+        "top1": record["top1"],
+        "top5": record["top5"],
+        "test_loss": record["test_loss"],
+        "train_loss": record["train_loss"],
+        "epochs": trainer.config.epochs,
+        "steps": trainer.step,
+        "seconds": record["seconds"],
+        "images_per_s": record["images_per_s"],
+        "achieved_sparsity": (counted - nonzero) / everything,
+        "density": record["density"],
+        "nonzero": nonzero,
+        "parameters": everything,
+        "model_parameters": parameters,
+        "flops_dense": count.dense,
+        "flops_sparse": count.sparse,
+        "model_bytes": (out / "model.safetensors").stat().st_size,
+        "layers": layers,
+    }
+    write_atomically(out / "summary.json", json.dumps(summary, indent=1).encode())
+    return summary

@@ -1,0 +1,92 @@
+"""From a recipe to the parts of a run: sparsifier, optimizer, learning rate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+import spartan
+from spartan import Block, Flops, Sparsifier, Unstructured, linear
+from spartan.methods import Method
+from spartan.training.config import Config, RecipeError, nearest, reason
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that a recipe asks for."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros((), device=device)
+    except Exception as error:
+        raise RecipeError(f"device: {name!r} cannot be used here ({reason(error)})") from None
+    return device
+
+
+def build_method(config: Config) -> Method:
+    """The method by name, with its arguments; a pair [a, b] is linear(a, b)."""
+    known = {entry.name: entry.cls for entry in spartan.methods()}
+    if config.method not in known:
+        raise RecipeError(
+            f"method: {config.method!r} is unknown{nearest(config.method, list(known))}; see `spartan methods`"
+        )
+    arguments: dict[str, Any] = {}
+    for key, value in config.method_args.items():
+        pair = isinstance(value, (list, tuple)) and len(value) == 2
+        arguments[key] = linear(*value) if pair else value
+    try:
+        return known[config.method](**arguments)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"method_args: {error}") from None
+
+
+def build_sparsifier(config: Config, model: nn.Module, shape: tuple[int, int, int], total_steps: int) -> Sparsifier:
+    """The sparsifier of a recipe."""
+    device = next(model.parameters()).device
+    cost = Flops(torch.zeros(1, *shape, device=device), config.value_power) if config.cost == "flops" else None
+    try:
+        return Sparsifier(
+            model,
+            config.sparsity,
+            total_steps,
+            build_method(config),
+            pattern=Unstructured() if config.pattern == "unstructured" else Block(*config.pattern),
+            cost=cost,
+            budget=config.budget,
+            include=config.include,
+            exclude=config.exclude,
+            warmup=config.warmup,
+            finetune=config.finetune,
+            count=config.count,
+        )
+    except RecipeError:
+        raise
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+
+
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer; weight decay on weights only, none on biases and norms."""
+    c = config.optimizer
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": c.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    if c.name == "sgd":
+        return torch.optim.SGD(groups, lr=c.lr, momentum=c.momentum, nesterov=c.nesterov and c.momentum > 0)
+    kind = torch.optim.AdamW if c.name == "adamw" else torch.optim.Adam
+    return kind(groups, lr=c.lr, betas=c.betas, eps=c.eps)
+
+
+def lr_at(config: Config, step: int, steps_per_epoch: int) -> float:
+    """Linear warm-up, then cosine to `final_lr` at the end: a function of the step, so there is no state to save."""
+    c, total = config.optimizer, config.epochs * steps_per_epoch
+    warm = round(c.warmup_epochs * steps_per_epoch)
+    if step < warm:
+        return c.lr * (step + 1) / warm
+    x = (step - warm) / max(1, total - warm)
+    return c.final_lr + 0.5 * (c.lr - c.final_lr) * (1.0 + math.cos(math.pi * min(1.0, x)))

@@ -1,0 +1,40 @@
+"""SIGTERM and Ctrl-C end a run after the current step, with a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+
+class Interrupted(SystemExit):
+    """The run was asked to stop; it is saved, and the text says how to go on."""
+
+    def __init__(self, out: Path, number: int) -> None:
+        super().__init__(128 + number)
+        self.out = out
+        self.message = f"stopped by {signal.Signals(number).name}; continue with: spartan train --resume {out}"
+
+
+class StopSignals:
+    """Remembers the first stop signal instead of dying of it; a second one ends the process as usual."""
+
+    def __init__(self) -> None:
+        self.caught: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._catch)
+        return self
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        self.caught = number
+        signal.signal(number, self._before[number])
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
