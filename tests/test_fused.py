@@ -24,9 +24,21 @@ def fuse(monkeypatch: pytest.MonkeyPatch) -> Any:
     return switch
 
 
+@pytest.fixture(
+    params=[torch.contiguous_format, torch.channels_last], autouse=True, ids=["contiguous", "channels_last"]
+)
+def memory_format(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Every test here runs with weights in both orders of memory."""
+    monkeypatch.setitem(globals(), "MEMORY_FORMAT", request.param)
+    return request.param
+
+
+MEMORY_FORMAT = torch.contiguous_format
+
+
 def build(method: Any, optimizers: int = 1) -> tuple[Net, list[torch.optim.Optimizer], Sparsifier]:
     torch.manual_seed(0)
-    model = Net().double()
+    model = Net().double().to(memory_format=MEMORY_FORMAT)  # type: ignore[call-overload]
     split = list(model.conv.parameters()) + list(model.norm.parameters())
     rest = list(model.hidden.parameters()) + list(model.head.parameters())
     parts = [split, rest] if optimizers == 2 else [split + rest]

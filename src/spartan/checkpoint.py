@@ -94,9 +94,7 @@ def _master(master: Master, saved: Mapping[str, Mapping[str, Tensor]]) -> Master
     targets, device = master.targets, master.theta.device
     states = [{k: v.to(device) for k, v in saved[t.name].items()} for t in targets]
     if "index" in states[0]:
-        starts = [sum(t.numel for t in targets[:j]) for j in range(len(targets))]
-        index = torch.cat([s["index"] + start for s, start in zip(states, starts, strict=True)])
-        return FrozenMaster(targets, index, *(torch.cat([s[key] for s in states]) for key in ("mask", "theta")))
+        return FrozenMaster.from_state(targets, states)
     dense = master if isinstance(master, DenseMaster) else DenseMaster(targets)
     for view, s in zip(dense.views(), states, strict=True):
         view.copy_(s["theta"])

@@ -18,16 +18,64 @@ from spartan.targets import Target
 
 
 def lay_out(targets: Sequence[Target], flat: Tensor) -> list[Tensor]:
-    """A tensor over all targets as one view per target; a single target's tensor is its own view."""
+    """A tensor over all targets as one view per target; a single target's tensor is its own view.
+
+    Several targets stand there in the order of their memory, so that moving θ in and out is one plain copy.
+    """
     if len(targets) == 1:
         return [flat.reshape(targets[0].shape)]
-    pieces = flat.split([t.numel for t in targets])
-    return [piece.view(t.shape) for piece, t in zip(pieces, targets, strict=True)]
+    found, start = [], flat.storage_offset()
+    for target in targets:
+        stride = target.parameter.stride() if _is_dense(target.parameter) else _row_major(target.shape)
+        found.append(flat.as_strided(target.shape, stride, start))
+        start += target.numel
+    return found
 
 
 def gather(targets: Sequence[Target], tensors: Sequence[Tensor]) -> Tensor:
-    """One tensor per target as one tensor over all of them, row-major; a single one stays as it is."""
-    return tensors[0] if len(targets) == 1 else torch.cat([t.reshape(-1) for t in tensors])
+    """One tensor per target as one tensor over all of them; a single one stays as it is."""
+    if len(targets) == 1:
+        return tensors[0]
+    flat = []
+    for target, tensor in zip(targets, tensors, strict=True):
+        in_memory = _is_dense(target.parameter) and tensor.stride() == target.parameter.stride()
+        if _is_dense(target.parameter) and not in_memory:
+            tensor, in_memory = _like_parameter(target, tensor), True
+        flat.append(tensor.as_strided((target.numel,), (1,)) if in_memory else tensor.reshape(-1))
+    return torch.cat(flat)
+
+
+def _like_parameter(target: Target, tensor: Tensor) -> Tensor:
+    """The same tensor with its memory in the order of the parameter's."""
+    stride = target.parameter.stride()
+    return torch.empty_strided(target.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether the entries of x fill its memory without gaps, in whatever order."""
+    order = sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1)
+    expected = 1
+    for stride, n in order:
+        if stride != expected:
+            return False
+        expected *= n
+    return True
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, in one launch where their memory is laid out alike.
+
+    Where it is not, `_foreach_copy_` on CUDA copies memory as it lies (seen in torch 2.11), which scrambles weights.
+    """
+    if all(t.stride() == s.stride() for t, s in zip(targets, sources, strict=True)):
+        torch._foreach_copy_(list(targets), list(sources))
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 class DenseMaster:
@@ -48,12 +96,12 @@ class DenseMaster:
     def put(self, which: Sequence[int]) -> None:
         """Write θ into the parameters of these targets."""
         views = self.views()
-        torch._foreach_copy_([self.targets[j].parameter for j in which], [views[j] for j in which])
+        copy_all([self.targets[j].parameter for j in which], [views[j] for j in which])
 
     def take(self, which: Sequence[int]) -> None:
         """Read θ from the parameters of these targets."""
         views = self.views()
-        torch._foreach_copy_([views[j] for j in which], [self.targets[j].parameter.detach() for j in which])
+        copy_all([views[j] for j in which], [self.targets[j].parameter.detach() for j in which])
 
     def snapshot(self) -> Tensor:
         """θ as it is now, to go back to."""
@@ -92,7 +140,7 @@ class FrozenMaster:
     def put(self, which: Sequence[int]) -> None:
         """Write θ into the parameters of these targets; weights that are gone are zero."""
         views = lay_out(self.targets, self._spread(self.theta))
-        torch._foreach_copy_([self.targets[j].parameter for j in which], [views[j] for j in which])
+        copy_all([self.targets[j].parameter for j in which], [views[j] for j in which])
 
     def take(self, which: Sequence[int]) -> None:
         """Read θ from the parameters of these targets, at the kept places."""
@@ -132,13 +180,29 @@ class FrozenMaster:
         return [b - a for a, b in zip([0, *upto], upto, strict=False)]
 
     def state(self) -> list[dict[str, Any]]:
-        """What a checkpoint needs of each target."""
-        counts, found, start = self.kept(), [], 0
-        pieces = zip(self.index.split(counts), self.mask.split(counts), self.theta.split(counts), strict=True)
-        for target, (index, mask, theta) in zip(self.targets, pieces, strict=True):
-            found.append({"theta": theta, "mask": mask, "index": index - start})
-            start += target.numel
+        """What a checkpoint needs of each target: its kept entries in row-major order, whatever the memory's."""
+        if len(self.targets) == 1:
+            return [{"theta": self.theta, "mask": self.mask, "index": self.index}]
+        thetas, masks = (lay_out(self.targets, self._spread(x)) for x in (self.theta, self.mask))
+        found = []
+        for theta, mask, keep in zip(thetas, masks, self.keep(), strict=True):
+            index = keep.reshape(-1).nonzero().flatten()
+            found.append({"theta": theta.reshape(-1)[index], "mask": mask.reshape(-1)[index], "index": index.int()})
         return found
+
+    @classmethod
+    def from_state(cls, targets: Sequence[Target], states: Sequence[dict[str, Tensor]]) -> FrozenMaster:
+        """From what `state` gave, on the targets' device."""
+        if len(targets) == 1:
+            return cls(targets, states[0]["index"].clone(), states[0]["mask"].clone(), states[0]["theta"].clone())
+        dense: dict[str, list[Tensor]] = {"theta": [], "keep": [], "mask": []}
+        for target, state in zip(targets, states, strict=True):
+            values = state | {"keep": torch.ones_like(state["index"], dtype=torch.bool)}
+            for key, tensors in dense.items():
+                flat = values[key].new_zeros(target.numel)
+                flat[state["index"]] = values[key]
+                tensors.append(flat.reshape(target.shape))
+        return cls.of(targets, *(gather(targets, tensors) for tensors in dense.values()))
 
 
 Master = DenseMaster | FrozenMaster

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spartan.groups import Group, Plan
-from spartan.masters import DenseMaster, FrozenMaster, Master, gather, lay_out
+from spartan.masters import DenseMaster, FrozenMaster, Master, copy_all, gather, lay_out
 from spartan.methods.base import Method
 from spartan.schedules import Moment
 from spartan.targets import current
@@ -111,7 +111,7 @@ class Run:
     def write(self) -> None:
         """Put w into the model."""
         if not self.method.identity:
-            torch._foreach_copy_([t.parameter for t in self.targets], self.weights())
+            copy_all([t.parameter for t in self.targets], self.weights())
         self._versions = [target.parameter._version for target in self.targets]
 
     @torch.no_grad()
@@ -134,7 +134,7 @@ class Run:
                 (g, x) for g, x in zip(grads, found, strict=True) if g is not None and x is not None and x is not g
             ]
             if changed:
-                torch._foreach_copy_([g for g, _ in changed], [x for _, x in changed])
+                copy_all([g for g, _ in changed], [x for _, x in changed])
             start = end
 
     def _frozen_gradients(self, grads: Sequence[Tensor | None], start: int) -> list[Tensor | None]:

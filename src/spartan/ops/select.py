@@ -10,6 +10,9 @@ from torch import Tensor
 
 from spartan.ops.parts import CHUNK, Part, Parts, check_budget, chunks, cost_of, numel, sample, slack, total_cost
 
+# Up to here a GPU sorts everything sooner than it answers questions about a sample.
+SORT_ON_GPU = 1 << 22
+
 
 @dataclass(frozen=True)
 class Threshold:
@@ -57,35 +60,58 @@ def boundary(parts: Parts, k: float) -> Boundary:
     k += slack(k, total / numel(parts))
     if k >= total:
         return Boundary(EVERYTHING, 0.0, math.inf, math.inf)
+    above, inside = _window(parts, k, total)
+    values, order = torch.cat([p.u for p in inside]).sort(descending=True)
+    edge = values[_first_that_does_not_fit(inside, order, k - above)]
+    # Sorted upwards, the values equal to the threshold stand from `first` to `last`.
+    upwards = values.flip(0)
+    start, stop = torch.searchsorted(upwards, edge), torch.searchsorted(upwards, edge, right=True)
+    neighbours = upwards[torch.stack((start - 1, stop)).clamp(0, values.numel() - 1)]
+    # One look at the device; float64 holds values and positions exactly.
+    found = torch.cat((edge[None].double(), neighbours.double(), torch.stack((start, stop)).double())).tolist()
+    value, below, over = found[:3]
+    first, last = (int(position) for position in found[3:])
+    larger, equal = values.numel() - last, last - first
+    room, ties, cheapest = _at_the_edge(inside, order, k - above, larger, equal)
+    return Boundary(
+        Threshold(value, _cut(parts, value, room) if room >= cheapest else 0),
+        fraction=min(max(room / ties, 0.0), 1.0),
+        gap_above=over - value if larger else math.inf,
+        gap_below=value - below if first else math.inf,
+    )
+
+
+def _window(parts: Parts, k: float, total: float) -> tuple[float, Parts]:
+    """The cost of what is surely kept, and a set of units that holds the threshold."""
+    if numel(parts) <= (CHUNK if parts[0].u.device.type == "cpu" else SORT_ON_GPU):
+        return 0.0, parts
     spread = 4.0
     while True:
         low, high = _bracket(parts, k, total, spread)
         above, inside = _split(parts, low, high)
         if above <= k and (k < above + total_cost(inside) or low == -math.inf):
-            break
+            return above, inside
         spread *= 8.0
-    values, order = torch.cat([p.u for p in inside]).sort(descending=True)
-    value = float(values[_first_that_does_not_fit(inside, order, k - above)])
-    larger, smaller = values[values > value], values[values < value]
-    ties, room, cheapest = 0.0, k - above, math.inf
-    for u, c in inside:
-        over, equal = u > value, u == value
-        room -= cost_of(int(over.sum()), c[over] if isinstance(c, Tensor) else c)
-        if equal.any():
-            ties += cost_of(int(equal.sum()), c[equal] if isinstance(c, Tensor) else c)
-            cheapest = min(cheapest, float(c[equal].min()) if isinstance(c, Tensor) else c)
-    return Boundary(
-        Threshold(value, _cut(parts, value, room) if room >= cheapest else 0),
-        fraction=min(max(room / ties, 0.0), 1.0),
-        gap_above=float(larger[-1]) - value if larger.numel() else math.inf,
-        gap_below=value - float(smaller[0]) if smaller.numel() else math.inf,
-    )
+
+
+def _at_the_edge(parts: Parts, order: Tensor, room: float, larger: int, equal: int) -> tuple[float, float, float]:
+    """What is left for the units equal to the threshold, what they cost, and the cheapest of them."""
+    cost = _one_cost(parts)
+    if cost is not None:
+        return room - larger * cost, equal * cost, cost
+    costs = torch.cat([_costs(p) for p in parts])[order]
+    tied = costs[larger : larger + equal]
+    return room - float(costs[:larger].sum()), float(tied.sum()), float(tied.min())
+
+
+def _one_cost(parts: Parts) -> float | None:
+    """The cost of every unit, if they all cost the same."""
+    cost = parts[0].c
+    return cost if not isinstance(cost, Tensor) and all(p.c == cost for p in parts) else None
 
 
 def _bracket(parts: Parts, k: float, total: float, spread: float) -> tuple[float, float]:
     """Values between which the threshold very likely lies, `spread` standard deviations of the sampled rank apart."""
-    if numel(parts) <= CHUNK:
-        return -math.inf, math.inf
     few = sample(parts, CHUNK // 2)
     values, order = torch.cat([p.u for p in few]).sort(descending=True)
     q = k / total
@@ -110,12 +136,10 @@ def _split(parts: Parts, low: float, high: float) -> tuple[float, list[Part]]:
 
 def _first_that_does_not_fit(parts: Parts, order: Tensor, room: float) -> int:
     """Index, in sorted order, of the first unit that no longer fits; the last one where all would."""
-    cost = parts[0].c
-    if not isinstance(cost, Tensor) and all(p.c == cost for p in parts):
-        fit = math.floor(room / cost)
-    else:
-        fit = _how_many_fit(torch.cat([_costs(p) for p in parts])[order], room)
-    return min(fit, order.numel() - 1)
+    cost = _one_cost(parts)
+    if cost is not None:
+        return min(math.floor(room / cost), order.numel() - 1)
+    return min(_how_many_fit(torch.cat([_costs(p) for p in parts])[order], room), order.numel() - 1)
 
 
 def _costs(part: Part) -> Tensor:

@@ -50,12 +50,14 @@ class SmallImages(Data):
         self.shift = (-mean / std).float().to(device)[:, None, None]
         self._train, self._train_labels = x_train.to(device), y_train.to(device)
         self._test, self._test_labels = x_test.to(device), y_test.to(device)
-        self._channel = torch.arange(channels, device=device)[:, None, None]
-        # For every offset of a crop, the row or column of the image that each of its pixels shows.
-        pad, rows, columns = config.data.pad, _reflected(height, config.data.pad), _reflected(width, config.data.pad)
-        self._rows = rows.to(device)
+        # Tables instead of arithmetic: few kernels, since at this size a step is bound by launching them. For every
+        # crop's offset, where in the flattened image each of its rows and columns comes from; for every cutout's
+        # centre, which rows and columns stay.
+        rows, columns = _reflected(height, config.data.pad), _reflected(width, config.data.pad)
+        self._rows = (rows * width).to(device)
         self._columns = (torch.cat([columns, columns.flip(1)]) if config.data.flip else columns).to(device)
-        self._moves = pad > 0 or config.data.flip
+        self._moves = config.data.pad > 0 or config.data.flip
+        self._rows_stay, self._columns_stay = (_outside(s, config.data.cutout).to(device) for s in (height, width))
 
     def train(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """An epoch's micro-batches, from number `start` on; nothing in it waits for the device."""
@@ -83,29 +85,28 @@ class SmallImages(Data):
         return (table.pin_memory() if self.device.type == "cuda" else table).to(self.device, non_blocking=True)
 
     def _augmented(self, order: Tensor, row: Tensor, column: Tensor, cut_row: Tensor, cut_column: Tensor) -> Tensor:
+        images = self._train[order]
         if self._moves:
-            rows, columns = self._rows[row], self._columns[column]
-            images = self._train[
-                order[:, None, None, None], self._channel, rows[:, None, :, None], columns[:, None, None, :]
-            ]
-        else:
-            images = self._train[order]
+            place = (self._rows[row][:, :, None] + self._columns[column][:, None, :]).flatten(1)
+            flat = images.flatten(2)
+            images = flat.gather(2, place[:, None].expand(-1, flat.shape[1], -1)).view_as(images)
         x = images * self.scale + self.shift
         if self.config.data.cutout:
-            down, across = (self._cut(c, s) for c, s in ((cut_row, self.shape[1]), (cut_column, self.shape[2])))
-            x *= ~(down[:, None, :, None] & across[:, None, None, :])  # 0 is the mean; a product is faster than a fill
+            stay = self._rows_stay[cut_row][:, None, :, None] | self._columns_stay[cut_column][:, None, None, :]
+            x *= stay  # 0 is the mean
         return x
-
-    def _cut(self, centre: Tensor, side: int) -> Tensor:
-        """Which rows (or columns) the square covers [B, side]; it may stick out, as in DeVries and Taylor (2017)."""
-        distance = torch.arange(side, device=self.device) - centre[:, None] + self.config.data.cutout // 2
-        return (distance >= 0) & (distance < self.config.data.cutout)
 
 
 def _reflected(side: int, pad: int) -> Tensor:
     """[2·pad + 1, side]: for every offset into the reflect-padded image, where its pixels come from."""
     position = torch.arange(2 * pad + 1)[:, None] - pad + torch.arange(side)
     return (side - 1) - ((side - 1) - position.abs()).abs()
+
+
+def _outside(side: int, size: int) -> Tensor:
+    """[side, side]: for every centre, the pixels a cutout leaves; it may stick out, as in DeVries and Taylor (2017)."""
+    distance = torch.arange(side) - torch.arange(side)[:, None] + size // 2
+    return (distance < 0) | (distance >= size)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
