@@ -34,7 +34,7 @@ try:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 except ImportError as error:
-    sys.exit(f"This example needs {error.name}. `make demo` installs it, and so does: pip install -e '.[demo]'")
+    sys.exit(f"This example needs {error.name}. `make demo` installs it, and so does: pip install -e '.[app]'")
 
 BATCH, LEARNING_RATE, LR_WARMUP, MOMENTUM, WEIGHT_DECAY, CLIP = 64, 0.2, 0.1, 0.9, 5e-4, 1.0
 

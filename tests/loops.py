@@ -1,9 +1,8 @@
 """A small net, its batches and a training loop, for the tests of training."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -15,15 +14,6 @@ METHODS = ("spartan", "topkast", "imp")
 WEIGHTS = ("0.weight", "2.weight", "4.weight")  # of `net`: 72 + 120 + 40 = 232
 SETTINGS: dict[str, Any] = {"sparsity": 0.75, "total_steps": 20}  # warm-up to step 4, finetuning from step 16
 KEPT = 58
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Convolutions and fused optimizers start every thread even for a handful of weights, which takes most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def net(

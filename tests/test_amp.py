@@ -10,14 +10,13 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
 
 from spartan import Sparsifier, Spartan
-from tests.loops import (  # noqa: F401
+from tests.loops import (
     KEPT,
     METHODS,
     WEIGHTS,
     exactly_sparse,
     loss_of,
     net,
-    one_thread,
     same,
     thetas,
     values,

@@ -9,14 +9,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim import SGD
 
 from spartan import Sparsifier
-from tests.loops import (  # noqa: F401
+from tests.loops import (
     METHODS,
     WEIGHTS,
     batch,
     close,
     exactly_sparse,
     net,
-    one_thread,
     same,
     setup,
     train,

@@ -9,14 +9,13 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop, lr_scheduler
 
 from spartan import Sparsifier
-from tests.loops import (  # noqa: F401
+from tests.loops import (
     METHODS,
     WEIGHTS,
     close,
     exactly_sparse,
     loss_of,
     net,
-    one_thread,
     same,
     setup,
     thetas,

@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_falls_back(
     newest = checkpoints(run)[0]
     newest.write_bytes(newest.read_bytes()[:-1000])
     assert wait(child(lambda: resume(run, quiet=True))) == 0
-    assert f"{newest.name} is damaged" in capfd.readouterr().out
+    assert f"{newest.name} is damaged" in capfd.readouterr().err
     same(run, reference)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,10 +39,6 @@ class Trainer:
         self.data: Data = build_data(config, self.device)
         self.micro = config.micro_batch or config.batch_size
         self.steps_per_epoch = self.data.train_size // config.batch_size
-        if self.steps_per_epoch < 1:
-            raise RecipeError(
-                f"batch_size: {config.batch_size} is larger than the {self.data.train_size} training images"
-            )
         self.total_steps = config.epochs * self.steps_per_epoch
         model = build_model(config, self.data.classes, self.data.shape).to(self.device)
         if config.channels_last:
@@ -290,14 +287,14 @@ def resume(out: Path, *, quiet: bool = False) -> dict[str, Any]:
     """Continue a run to its end: from its last good checkpoint, or from the start if it has none."""
     config = folder.recipe_of(out)
     if (out / "summary.json").is_file():
-        return json.loads((out / "summary.json").read_text())  # type: ignore[no-any-return]
+        return json.loads((out / "summary.json").read_text())
     trainer = Trainer(config)
     found = checkpoint.load_newest(out, trainer.device)
     if found is None:
         return trainer.fit(out, metrics_offset=0, quiet=quiet)
     _, state, trouble = found
     for line in trouble:
-        print(f"warning: {line}; continuing from the one before it")
+        print(f"warning: {line}; continuing from the one before it", file=sys.stderr)
     return trainer.fit(out, metrics_offset=trainer.load(state), quiet=quiet)
 
 

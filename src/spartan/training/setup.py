@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -37,6 +38,11 @@ def build_method(config: Config) -> Method:
     for key, value in config.method_args.items():
         pair = isinstance(value, (list, tuple)) and len(value) == 2
         arguments[key] = linear(*value) if pair else value
+    accepted = list(inspect.signature(known[config.method]).parameters)
+    for key in arguments:
+        if key not in accepted:
+            hint = f"{nearest(key, accepted)}; accepted: {', '.join(accepted) or 'none'}"
+            raise RecipeError(f"method_args.{key}: {config.method} has no such argument{hint}")
     try:
         return known[config.method](**arguments)
     except (TypeError, ValueError) as error:

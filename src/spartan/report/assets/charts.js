@@ -15,7 +15,8 @@ class Chart {
     if (spec.frames) this.slider();
     this.listen();
     this.buttons();
-    new ResizeObserver(() => this.draw()).observe(this.plot);
+    // Drawn in the next frame: a size that changes while sizes are being reported is an error to the browser.
+    new ResizeObserver(() => requestAnimationFrame(() => this.draw())).observe(this.plot);
     this.draw();
   }
 
