@@ -86,7 +86,8 @@ def test_every_chunking_gives_the_same_answer(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(torch.cat(found), reference[1])
     for chunk in (7, 64, 1000):
         monkeypatch.setattr(parts_module, "CHUNK", chunk)
-        monkeypatch.setattr(select_module, "CHUNK", chunk)
+        monkeypatch.setattr(select_module, "SORT_ALL", chunk)
+        monkeypatch.setattr(select_module, "SAMPLE", chunk)
         assert torch.equal(hard_topk(v, 4321.5, costs), reference[0])
         assert torch.equal(hard_topk(v, 777), reference[1])
 

