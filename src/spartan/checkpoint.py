@@ -96,6 +96,6 @@ def _master(master: Master, saved: Mapping[str, Mapping[str, Tensor]]) -> Master
     if "index" in states[0]:
         return FrozenMaster.from_state(targets, states)
     dense = master if isinstance(master, DenseMaster) else DenseMaster(targets)
-    for view, s in zip(dense.views(), states, strict=True):
+    for view, s in zip(dense.views, states, strict=True):
         view.copy_(s["theta"])
     return dense

@@ -83,7 +83,7 @@ def _spartan(
     """Train PyTorch models to an exact sparsity budget, compare methods, look at the result.
 
     \b
-    A first run, about a minute on a CPU, no download:
+    A first run, well under a minute on a CPU, no download:
       spartan train
     Three methods, two sparsities, three seeds, and the table:
       spartan sweep digits --set method=spartan,topkast,imp --set sparsity=.95,.98 --seeds 3

@@ -26,7 +26,7 @@ def lay_out(targets: Sequence[Target], flat: Tensor) -> list[Tensor]:
         return [flat.reshape(targets[0].shape)]
     found, start = [], flat.storage_offset()
     for target in targets:
-        stride = target.parameter.stride() if _is_dense(target.parameter) else _row_major(target.shape)
+        stride = target.dense_stride or _row_major(target.shape)
         found.append(flat.as_strided(target.shape, stride, start))
         start += target.numel
     return found
@@ -38,10 +38,11 @@ def gather(targets: Sequence[Target], tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0]
     flat = []
     for target, tensor in zip(targets, tensors, strict=True):
-        in_memory = _is_dense(target.parameter) and tensor.stride() == target.parameter.stride()
-        if _is_dense(target.parameter) and not in_memory:
-            tensor, in_memory = _like_parameter(target, tensor), True
-        flat.append(tensor.as_strided((target.numel,), (1,)) if in_memory else tensor.reshape(-1))
+        if target.dense_stride is None:
+            flat.append(tensor.reshape(-1))
+        else:
+            like = tensor if tensor.stride() == target.dense_stride else _like_parameter(target, tensor)
+            flat.append(like.as_strided((target.numel,), (1,)))
     return torch.cat(flat)
 
 
@@ -49,17 +50,6 @@ def _like_parameter(target: Target, tensor: Tensor) -> Tensor:
     """The same tensor with its memory in the order of the parameter's."""
     stride = target.parameter.stride()
     return torch.empty_strided(target.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Whether the entries of x fill its memory without gaps, in whatever order."""
-    order = sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1)
-    expected = 1
-    for stride, n in order:
-        if stride != expected:
-            return False
-        expected *= n
-    return True
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -88,20 +78,16 @@ class DenseMaster:
             self.theta = gather(targets, parameters)
         else:
             self.theta = parameters[0] if alias else parameters[0].clone(memory_format=torch.preserve_format)
-
-    def views(self) -> list[Tensor]:
-        """θ of each target."""
-        return [self.theta] if len(self.targets) == 1 else lay_out(self.targets, self.theta)
+        # θ of each target.
+        self.views = [self.theta] if len(targets) == 1 else lay_out(targets, self.theta)
 
     def put(self, which: Sequence[int]) -> None:
         """Write θ into the parameters of these targets."""
-        views = self.views()
-        copy_all([self.targets[j].parameter for j in which], [views[j] for j in which])
+        copy_all([self.targets[j].parameter for j in which], [self.views[j] for j in which])
 
     def take(self, which: Sequence[int]) -> None:
         """Read θ from the parameters of these targets."""
-        views = self.views()
-        copy_all([views[j] for j in which], [self.targets[j].parameter.detach() for j in which])
+        copy_all([self.views[j] for j in which], [self.targets[j].parameter.detach() for j in which])
 
     def snapshot(self) -> Tensor:
         """θ as it is now, to go back to."""
@@ -113,7 +99,7 @@ class DenseMaster:
 
     def state(self) -> list[dict[str, Any]]:
         """What a checkpoint needs of each target."""
-        return [{"theta": view} for view in self.views()]
+        return [{"theta": view} for view in self.views]
 
 
 class FrozenMaster:

@@ -9,6 +9,7 @@ The model always holds the sparse weights w = f(θ). Three moves make a training
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -297,11 +298,16 @@ class Sparsifier:
         return Stats.of(self._run.plan, self.method, self._run.at, self._run.kept_units())
 
     def progress(self) -> dict[str, Any]:
-        """The part of `stats` that costs nothing to read: what is asked for now, and how the mask was solved."""
+        """The part of `stats` that costs nothing to read: what is asked for, what is kept, how the mask was solved.
+
+        Densities are fractions of the whole cost here.
+        """
         run = self._run
         groups, duals = run.plan.groups, [g.dual for g in run.plan.groups if g.dual is not None]
+        kept = sum(math.nan if g.threshold is None else g.threshold.cost for g in groups) + run.plan.untouched
         return {
             "target_density": (sum(g.k for g in groups) + run.plan.untouched) / run.plan.total,
+            "density": None if math.isnan(kept) else kept / run.plan.total,
             "beta": self.method.beta_at(groups[0], run.at),
             "mu": duals[0].mu if len(duals) == 1 else None,
             "passes": max((d.passes for d in duals), default=0),

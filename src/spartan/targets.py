@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,17 @@ class Target:
     def numel(self) -> int:
         """Entries of the weight."""
         return self.parameter.numel()
+
+    @cached_property
+    def dense_stride(self) -> tuple[int, ...] | None:
+        """The parameter's strides, if its entries fill its memory without gaps, in whatever order; else None."""
+        expected = 1
+        for stride, n in sorted(zip(self.parameter.stride(), self.parameter.shape, strict=True)):
+            if n > 1:
+                if stride != expected:
+                    return None
+                expected *= n
+        return self.parameter.stride()
 
 
 def unwrap(model: nn.Module) -> nn.Module:

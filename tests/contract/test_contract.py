@@ -40,6 +40,9 @@ def check_budget(model: nn.Module, sparsifier: Sparsifier) -> None:
         if len(set(group.unit_costs)) == 1:
             assert cost == group.unit_costs[0] * math.floor(k / group.unit_costs[0] + 1e-9)
         assert k - max(group.unit_costs) < cost <= k + 1e-6
+    known = sparsifier.progress()["density"]
+    if known is not None and sparsifier.method.sparse_from != "finetune":
+        assert known == pytest.approx(sparsifier.stats.cost / run.plan.total, abs=1e-8)
     for name, mask in masks.items():
         assert torch.equal(weights[name] != 0, mask), f"{name}: the model must be zero exactly where the mask is"
         assert not torch.signbit(weights[name][~mask]).any(), f"{name}: no −0.0"

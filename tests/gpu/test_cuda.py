@@ -12,6 +12,7 @@ from torch import nn
 
 from spartan import Block, Sparsifier, hard_topk, soft_topk
 from tests.contract.cases import METHODS, Net, batch
+from tests.test_fused import STATEFUL
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 STEPS = 12
@@ -54,8 +55,8 @@ def test_operators_agree_with_the_cpu(dtype: torch.dtype, n: int) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("pattern", [None, Block(2, 2)])
 def test_training_agrees_with_the_cpu(method: str, pattern: Any) -> None:
-    if method == "sampled":
-        pytest.skip("random numbers differ between devices")
+    if method in STATEFUL and (pattern is None or method == "sampled"):
+        pytest.skip(f"a group is one tensor there, and this method {STATEFUL[method]}")
     here, optimizer, a = build("cpu", METHODS[method], pattern=pattern)
     there, optimizer_there, b = build("cuda", METHODS[method], pattern=pattern)
     train(here, optimizer, range(STEPS))
@@ -117,6 +118,7 @@ def test_amp_with_a_scaler_and_every_kind_of_adam(method: str, kwargs: dict[str,
         assert sparsifier.stats.cost == 23.0  # a tenth of 72 + 128 + 32 weights
 
 
+@pytest.mark.filterwarnings("default")  # the compiler's own deprecations
 def test_a_model_compiled_by_inductor() -> None:
     model, optimizer, sparsifier = build("cuda", "spartan", torch.float32)
     train(model, optimizer, range(STEPS), torch.compile(model, fullgraph=True, mode="reduce-overhead"))

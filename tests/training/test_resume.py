@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from spartan.training.checkpoint import checkpoints
-from spartan.training.config import Config, load_recipe
+from spartan.training.config import Config, RecipeError, load_recipe
 from spartan.training.loop import resume, train
 
 RECIPE = ["epochs=4", "data.pad=1", "checkpoint_steps=5", "batch_size=128"]
@@ -119,6 +119,17 @@ def test_a_polite_signal_saves_and_says_how_to_go_on(
         assert torch.equal(weights(run)[name], weight), name
 
 
+def test_a_run_in_progress_is_not_resumed_beside_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    pid = child(lambda: train(config("epochs=40"), run, quiet=True))
+    while not (run / "metrics.jsonl").exists():
+        time.sleep(0.01)
+    with pytest.raises(RecipeError, match="is being trained by another process"):
+        resume(run, quiet=True)
+    os.kill(pid, signal.SIGKILL)
+    wait(pid)
+
+
 def test_a_finished_run_is_left_alone(undisturbed: tuple[Path, float]) -> None:
     reference, _ = undisturbed
     before = {p: p.stat().st_mtime_ns for p in reference.rglob("*")}
@@ -151,7 +162,12 @@ def test_a_damaged_checkpoint_falls_back(
 
 
 @pytest.mark.parametrize(
-    "sets", [["method=topkast", "amp=bf16"], ["method=imp", "mixup=0.2", "clip=1.0", "micro_batch=64"]]
+    "sets",
+    [
+        ["model=tests.training.small_models:dropout"],
+        ["method=topkast", "amp=bf16"],
+        ["method=imp", "mixup=0.2", "clip=1.0", "micro_batch=64"],
+    ],
 )
 def test_other_settings_resume_too(tmp_path: Path, sets: list[str]) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from spartan.groups import Group
 from spartan.methods.base import Method
 from spartan.methods.registry import register
-from spartan.ops.select import EVERYTHING
+from spartan.ops.select import Threshold
 from spartan.schedules import Moment, constant
 
 
@@ -39,7 +40,7 @@ class Dense(Method):
 
     def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
         """Keep everything."""
-        group.threshold = EVERYTHING
+        group.threshold = Threshold(-math.inf, cost=group.total)
 
     def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
         """w = θ."""

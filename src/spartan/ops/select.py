@@ -17,10 +17,14 @@ SAMPLE = 1 << 16
 
 @dataclass(frozen=True)
 class Threshold:
-    """What is kept, in two numbers: units above `value`, and of those equal to it the ones at positions below `cut`."""
+    """What is kept, in two numbers: units above `value`, and of those equal to it the ones at positions below `cut`.
+
+    `cost` is what they cost together, as far as it is known.
+    """
 
     value: float
     cut: int = 0
+    cost: float = math.nan
 
     def keep(self, u: Tensor, start: int = 0) -> Tensor:
         """Bool per unit, for units that stand at positions `start`, `start` + 1, … of the whole vector."""
@@ -32,7 +36,6 @@ class Threshold:
 
 
 EVERYTHING = Threshold(-math.inf)
-NOTHING = Threshold(math.inf)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def boundary(parts: Parts, k: float) -> Boundary:
     k = check_budget(k, total)
     k += slack(k, total / numel(parts))
     if k >= total:
-        return Boundary(EVERYTHING, 0.0, math.inf, math.inf)
+        return Boundary(Threshold(-math.inf, cost=total), 0.0, math.inf, math.inf)
     above, inside = _window(parts, k, total)
     values, order = torch.cat([p.u for p in inside]).sort(descending=True)
     edge = values[_first_that_does_not_fit(inside, order, k - above)]
@@ -74,8 +77,9 @@ def boundary(parts: Parts, k: float) -> Boundary:
     first, last = (int(position) for position in found[3:])
     larger, equal = values.numel() - last, last - first
     room, ties, cheapest = _at_the_edge(inside, order, k - above, larger, equal)
+    cut, left = _cut(parts, value, room) if room >= cheapest else (0, room)
     return Boundary(
-        Threshold(value, _cut(parts, value, room) if room >= cheapest else 0),
+        Threshold(value, cut, cost=k - left),
         fraction=min(max(room / ties, 0.0), 1.0),
         gap_above=over - value if larger else math.inf,
         gap_below=value - below if first else math.inf,
@@ -154,8 +158,8 @@ def _how_many_fit(costs: Tensor, room: float) -> int:
     return int(torch.searchsorted(costs.cumsum(0), room, right=True))
 
 
-def _cut(parts: Parts, value: float, room: float) -> int:
-    """Up to which position the units equal to the threshold still fit."""
+def _cut(parts: Parts, value: float, room: float) -> tuple[int, float]:
+    """Up to which position the units equal to the threshold still fit, and the room that is left then."""
     position = 0
     for part in parts:
         for u, c in chunks(part):
@@ -163,10 +167,10 @@ def _cut(parts: Parts, value: float, room: float) -> int:
             costs = _costs(Part(ties, c[ties] if isinstance(c, Tensor) else c))
             fit = _how_many_fit(costs, room)
             if fit < ties.numel():
-                return position + int(ties[fit])
+                return position + int(ties[fit]), room - float(costs[:fit].sum())
             room -= float(costs.sum())
             position += u.numel()
-    return position
+    return position, room
 
 
 def hard_topk(values: Tensor, k: float, costs: Tensor | None = None) -> Tensor:

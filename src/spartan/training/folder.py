@@ -8,6 +8,8 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +39,23 @@ def create(out: Path, config: Config, device: torch.device, command: list[str]) 
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Keep a second process out of a run folder; the lock dies with the process that holds it."""
+    if os.name != "posix":
+        yield
+        return
+    import fcntl
+
+    with (out / ".lock").open("w") as file:
+        try:
+            # Not flock, which data-loading workers would inherit and hold on to after their parent was killed.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RecipeError(f"{out} is being trained by another process; wait for it, or stop it first") from None
+        yield
 
 
 def recipe_of(out: Path) -> Config:

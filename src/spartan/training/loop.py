@@ -127,11 +127,8 @@ class Trainer:
             loss = self._step(batches, accumulate)
             self.loss_sum += loss
             self.step += 1
-            stats = self.sparsifier.progress()
-            look = self.step % FLUSH_EVERY == 0 or self.step == self.total_steps
-            density = self.sparsifier.stats.density if look else None
-            metrics.step(loss, step=self.step, epoch=epoch + 1, lr=lr, density=density, **stats)
-            if look:
+            metrics.step(loss, step=self.step, epoch=epoch + 1, lr=lr, **self.sparsifier.progress())
+            if self.step % FLUSH_EVERY == 0:
                 metrics.flush()
             yield
 
@@ -280,7 +277,8 @@ def train(config: Config, out: Path, *, quiet: bool = False, command: list[str] 
         raise RecipeError(f"--out: {out} is there already; choose another folder, or continue it with --resume {out}")
     trainer = Trainer(config)
     folder.create(out, config, trainer.device, command or [])
-    return trainer.fit(out, quiet=quiet)
+    with folder.locked(out):
+        return trainer.fit(out, quiet=quiet)
 
 
 def resume(out: Path, *, quiet: bool = False) -> dict[str, Any]:
@@ -289,13 +287,14 @@ def resume(out: Path, *, quiet: bool = False) -> dict[str, Any]:
     if (out / "summary.json").is_file():
         return json.loads((out / "summary.json").read_text())
     trainer = Trainer(config)
-    found = checkpoint.load_newest(out, trainer.device)
-    if found is None:
-        return trainer.fit(out, metrics_offset=0, quiet=quiet)
-    _, state, trouble = found
-    for line in trouble:
-        print(f"warning: {line}; continuing from the one before it", file=sys.stderr)
-    return trainer.fit(out, metrics_offset=trainer.load(state), quiet=quiet)
+    with folder.locked(out):
+        found = checkpoint.load_newest(out, trainer.device)
+        if found is None:
+            return trainer.fit(out, metrics_offset=0, quiet=quiet)
+        _, state, trouble = found
+        for line in trouble:
+            print(f"warning: {line}; continuing from the one before it", file=sys.stderr)
+        return trainer.fit(out, metrics_offset=trainer.load(state), quiet=quiet)
 
 
 def evaluate(config: Config, weights: Mapping[str, Tensor]) -> dict[str, float]:

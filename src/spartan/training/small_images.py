@@ -68,7 +68,8 @@ class SmallImages(Data):
 
     def test(self) -> Iterator[Batch]:
         """Every test image once."""
-        for x, y in zip(self._test.split(self.micro), self._test_labels.split(self.micro), strict=True):
+        size = max(self.micro, 1024)  # no gradients are kept, so more fits at once
+        for x, y in zip(self._test.split(size), self._test_labels.split(size), strict=True):
             yield x * self.scale + self.shift, y
 
     def _draw(self, epoch: int) -> Tensor:
