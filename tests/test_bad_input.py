@@ -264,6 +264,7 @@ class TestLoading:
             ({"method": "imp"}, "saved with method=.Spartan"),
             ({"pattern": Block(2, 2)}, "pattern='Unstructured"),
             ({"budget": "uniform"}, "budget='global'"),
+            ({"cost": {"*": 2.0}}, "cost='Params'"),
             ({"method": Spartan(beta=constant(3))}, "constant"),
         ],
     )

@@ -26,6 +26,10 @@ class Cost(ABC):
     def per_parameter(self, model: nn.Module, targets: Sequence[Target]) -> list[float]:
         """One positive number per target."""
 
+    def describe(self) -> str:
+        """The cost in a word, without its example inputs."""
+        return type(self).__name__ + ("" if self.value_power == 1.0 else f"(value_power={self.value_power:g})")
+
 
 @dataclass(frozen=True)
 class Params(Cost):
@@ -73,6 +77,10 @@ class Table(Cost):
     """Cost per parameter by name: the first glob that matches a target prices it."""
 
     table: Mapping[str, float]
+
+    def describe(self) -> str:
+        """The table itself."""
+        return repr(dict(self.table))
 
     def per_parameter(self, model: nn.Module, targets: Sequence[Target]) -> list[float]:
         """One price per target; every target needs one, and every glob must be of use."""

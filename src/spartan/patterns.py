@@ -1,7 +1,8 @@
 """Patterns: the unit that lives or dies together.
 
 A pattern turns a weight into a flat vector of units (`reduce` sums over each unit) and back (`expand`). Units stand in
-row-major order of the weight, whatever its memory format.
+row-major order of the weight, whatever its memory format. (Where several weights are handled as one, see `Group.fused`,
+single weights stand in the order of memory; only ties can tell.)
 """
 
 from __future__ import annotations

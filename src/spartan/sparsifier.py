@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from spartan import checkpoint
 from spartan.budgets import Budget
-from spartan.costs import Cost, Flops
+from spartan.costs import Cost, Flops, as_cost
 from spartan.groups import make_plan
 from spartan.ledger import Ledger
 from spartan.methods import as_method
@@ -110,6 +110,7 @@ class Sparsifier:
             "method": repr(self.method),
             "sparsity": float(sparsity),
             "pattern": repr(plan.groups[0].pattern),
+            "cost": as_cost(cost).describe(),
             "budget": dict(budget) if isinstance(budget, Mapping) else budget,
             "count": count,
             "total_steps": total_steps,
