@@ -202,7 +202,7 @@ class Run:
             return found.tolist()
         for group, thetas in self.groups():
             assert group.dual is not None
-            for u in group.scores(thetas):
+            for u in self.method.ranked(group, thetas):
                 found += torch.histc(group.dual.mask(u).float(), bins, 0.0, 1.0).long().cpu()
         return found.tolist()
 

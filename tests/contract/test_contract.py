@@ -29,7 +29,8 @@ def check_budget(model: nn.Module, sparsifier: Sparsifier) -> None:
     """The kept units of every group fit the budget, no further unit would, and the model is zero elsewhere."""
     run, masks = sparsifier._run, sparsifier.masks()
     weights = dict(model.named_parameters())
-    grown = {"start": 1.0, "warmup": min(1.0, run.at.step / run.at.warmup_steps) if run.at.warmup_steps else 1.0}
+    warmed = min(1.0, run.at.step / run.at.warmup_steps) if run.at.warmup_steps else 1.0
+    grown = {"start": 1.0, "warmup": sparsifier.method.ramp.at(warmed)}
     for group in run.plan.groups:
         k = group.total * (1.0 - group.sparsity * grown.get(sparsifier.method.sparse_from, 1.0))
         units = [

@@ -76,6 +76,10 @@ class Method(ABC):
         assert group.threshold is not None, f"{self.name}: choose() set no threshold, so keep() must be given"
         return group.keep(group.scores(thetas), group.threshold)
 
+    def ranked(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
+        """What masks are chosen by: one number per unit."""
+        return group.scores(thetas)
+
     def freeze(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
         """The mask per unit that finetuning keeps: w = θ · mask."""
         return [keep.to(theta.dtype) for keep, theta in zip(self.keep(group, thetas), thetas, strict=True)]

@@ -1,0 +1,97 @@
+"""Movement pruning: learned scores decide what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spartan.groups import Group
+from spartan.methods.base import Method, masked, straight_through
+from spartan.methods.registry import register
+from spartan.ops.select import select
+from spartan.schedules import Moment, Schedule, linear
+
+
+@register
+@dataclass(frozen=True)
+class Movement(Method):
+    """Movement pruning: keep the units of largest learned score; a weight that moves away from zero gains score.
+
+        w = θ ⊙ M,  M = [S among the k largest]     one score S per unit
+        θ ← θ − η · M ⊙ ∇L(w)
+        S ← S − η_S · Σ ∇L(w) ⊙ θ                   straight through the top-k, summed over each unit, kept or not
+
+    Scores start at zero. As long as they are equal, which only a run without a warm-up (`warmup=0`) notices, the units
+    that come first are kept. The sparsity grows over the first eight tenths of the run. The paper keeps everything for
+    one tenth first, grows it by `ramp=cubic(0, 1)`, and goes on learning scores after that; here finetuning fixes the
+    mask.
+
+    Args:
+        score_lr: learning rate of the scores, the paper's (with Adam); None is the optimizer's own. It is meant to be
+            larger than that of the weights.
+        ramp: how the sparsity grows over the warm-up, from 0 to 1 of the final one; `cubic(0, 1)` is the paper's shape.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 8)
+        >>> optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        >>> s = spartan.Sparsifier(model, sparsity=0.75, total_steps=10, method=Movement()).attach(optimizer)
+        >>> for _ in range(10):
+        ...     model(torch.randn(4, 8)).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> int((model.weight != 0).sum())
+        16
+    """
+
+    score_lr: float | None = 1e-2
+    ramp: Schedule = linear(0.0, 1.0)
+
+    name = "movement"
+    year = 2020
+    mask_rule = "top-k of learned scores, every step"
+    gradient_rule = "g where kept, else 0; for the scores Σ g·θ over each unit"
+    needs = "one learned score per unit"
+    reference = "Sanh, Wolf & Rush, Movement pruning: Adaptive sparsity by fine-tuning, NeurIPS 2020"
+    budget = "uniform"
+    warmup = 0.8
+
+    def __post_init__(self) -> None:
+        if self.score_lr is not None and not self.score_lr >= 0:
+            raise ValueError(f"Movement: score_lr={self.score_lr!r} is not a learning rate; it must be at least 0")
+
+    @property
+    def learned_options(self) -> dict[str, Any]:  # type: ignore[override]
+        """The scores' own learning rate, and no weight decay: it would pull them back to where all are equal."""
+        return {"weight_decay": 0.0} | ({} if self.score_lr is None else {"lr": self.score_lr})
+
+    def setup(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+        """S = 0."""
+        for i, u in enumerate(group.scores(thetas)):
+            group.learned[f"S{i}"] = nn.Parameter(torch.zeros_like(u))
+
+    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+        """The threshold on the scores for the budget."""
+        group.threshold = select(group.parts(_scores(group)), group.k)
+
+    def keep(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
+        """The units of largest score."""
+        assert group.threshold is not None
+        return group.keep(_scores(group), group.threshold)
+
+    def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
+        """w = θ ⊙ M, straight through M to S."""
+        keep = self.keep(group, thetas)
+        hard = [straight_through(s, kept.to(s.dtype)) for s, kept in zip(group.learned.values(), keep, strict=True)]
+        product = [theta * m.to(theta.dtype) for theta, m in zip(thetas, group.expand(hard), strict=True)]
+        return [
+            straight_through(w, masked(w.detach(), kept))  # no −0.0
+            for w, kept in zip(product, group.expand(keep), strict=True)
+        ]
+
+
+def _scores(group: Group) -> list[Tensor]:
+    return [s.detach() for s in group.learned.values()]

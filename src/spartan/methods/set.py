@@ -1,0 +1,53 @@
+"""Sparse evolutionary training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from spartan.groups import Group
+from spartan.methods._masks import Rewiring, drop, grow, random_ranks
+from spartan.methods.registry import register
+from spartan.schedules import Moment
+
+
+@register
+@dataclass(frozen=True)
+class SET(Rewiring):
+    """Sparse evolutionary training: drop the smallest weights now and then, grow as many at random.
+
+        θ ← θ − η · M ⊙ ∇L(M ⊙ θ)                             at every step
+        M ← M minus the ⌊f_t·|M|⌋ units smallest in |θ|        every n steps, in each layer, until the mask is fixed
+        M ← M plus as many units at random of the others, from θ = 0
+        f_t = f/2 · (1 + cos(πt/T_end))                        T_end: when finetuning begins, at 75% by default
+
+    As in the comparisons of Evci et al. (2020): updates by steps, smallest by magnitude, a cosine and zeros. The
+    original rewires once an epoch by a constant fraction, of each sign by itself, and draws new weights at random. A
+    unit that is dropped and drawn again at once keeps its value. Layers share a budget with `budget="global"`.
+
+    Args:
+        every: optimizer steps between two updates of the mask.
+        fraction: f, of the kept units, what the first updates replace.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 8)
+        >>> s = spartan.Sparsifier(model, sparsity=0.75, total_steps=1000, method=SET(every=50))
+        >>> int((model.weight != 0).sum())
+        16
+    """
+
+    every: int = 100
+    fraction: float = 0.3
+
+    name = "set"
+    year = 2018
+    mask_rule = "random; every n steps the smallest of |θ| give way to random others"
+    gradient_rule = "g where kept, else 0"
+    reference = "Mocanu et al., Scalable training of artificial neural networks, Nature Communications 2018"
+
+    def rewire(self, group: Group, thetas: Sequence[Tensor], kept: list[Tensor], at: Moment) -> list[Tensor]:
+        """Drop by |θ|, grow at random."""
+        stay = drop(group, thetas, kept, self.fraction_at(at))
+        return grow(group, stay, random_ranks(group, thetas, at))

@@ -1,0 +1,104 @@
+"""Sparse training with a mask that is rewired, written in a straight line: what RigL and SET are compared with."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from spartan import Sparsifier
+from tests.contract.cases import Net, batch
+
+T, END = 40, 30  # steps; from 75% on the mask is fixed
+LR, MOMENTUM, DECAY = 0.1, 0.9, 1e-3
+NAMES = ["conv.weight", "hidden.weight", "head.weight"]
+
+# Which of the units that are free to grow comes first: (layer, step, gradient for w summed over units) → rank.
+Growth = Callable[[int, int, Tensor], Tensor]
+
+
+def units(x: Tensor, side: int) -> Tensor:
+    """Sum over side × side blocks of the matrix, flat."""
+    rows, columns = x.shape[0], x[0].numel()
+    return x.reshape(rows // side, side, columns // side, side).sum((1, 3)).reshape(-1)
+
+
+def spread(u: Tensor, like: Tensor, side: int) -> Tensor:
+    """One entry per block at all its places."""
+    matrix = u.reshape(like.shape[0] // side, like[0].numel() // side)
+    return matrix.repeat_interleave(side, 0).repeat_interleave(side, 1).reshape(like.shape)
+
+
+def reference(
+    model: nn.Module, masks: dict[str, Tensor], every: int, fraction: float, growth: Growth, side: int
+) -> list[dict[str, Tensor]]:
+    """w at every step, from 0 to T, from the weights and the masks (per unit) of the start."""
+    theta = {n: p.detach().clone() for n, p in model.named_parameters()}
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    momentum = {n: torch.zeros_like(p) for n, p in theta.items()}
+    masks = dict(masks)
+    history = []
+    for t in range(T + 1):
+        w = {n: p * spread(masks[n], p, side) if n in masks else p for n, p in theta.items()}
+        history.append({n: w[n].clone() for n in NAMES})
+        if t == T:
+            break
+        leaves = {n: p.detach().requires_grad_() for n, p in w.items()}
+        x, y = batch(t)
+        loss = nn.functional.cross_entropy(functional_call(model, {**leaves, **buffers}, (x,)), y)
+        grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+        for n in theta:
+            g = grads[n] * spread(masks[n], grads[n], side) if n in masks else grads[n]
+            momentum[n] = MOMENTUM * momentum[n] + g + DECAY * theta[n]
+            theta[n] = theta[n] - LR * momentum[n]
+        now = t + 1
+        if now % every or now >= END:
+            continue
+        for i, n in enumerate(NAMES):
+            old = masks[n].tolist()
+            size = units(theta[n].abs(), side).tolist()
+            rank = growth(i, now, units(grads[n].abs(), side)).tolist()
+            active = [j for j, m in enumerate(old) if m]
+            count = math.floor(0.5 * fraction * (1 + math.cos(math.pi * now / END)) * len(active) + 1e-9)
+            dropped = set(sorted(active, key=lambda j: size[j])[:count])
+            free = [j for j, m in enumerate(old) if not m or j in dropped]
+            grown = sorted(free, key=lambda j: -rank[j])[:count]
+            new = [1.0 if (m and j not in dropped) or j in grown else 0.0 for j, m in enumerate(old)]
+            fresh = torch.tensor([1.0 if j in grown and not m else 0.0 for j, m in enumerate(old)])
+            assert sum(new) == sum(old)
+            theta[n] = torch.where(spread(fresh, theta[n], side) == 1, 0.0, theta[n])
+            masks[n] = torch.tensor(new, dtype=torch.float64)
+    return history
+
+
+def compare(
+    build: Callable[[nn.Module], Sparsifier], every: int, fraction: float, growth: Callable[[int], Growth], side: int
+) -> list[dict[str, Tensor]]:
+    """Train beside the reference; what the model held at every step. `growth` is given the seed of the run."""
+    torch.manual_seed(0)
+    model = Net().double()
+    straight = copy.deepcopy(model)
+    sparsifier = build(model)
+    assert sparsifier._run.at.freeze_step == END
+    first = {n: units(m.double(), side) / side**2 for n, m in sparsifier.masks().items()}
+    expected = reference(straight, first, every, fraction, growth(sparsifier._run.at.seed), side)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+    sparsifier.attach(optimizer)
+    seen = []
+    for t in range(T + 1):
+        held = {n: model.get_parameter(n).detach().clone() for n in NAMES}
+        for n in NAMES:
+            torch.testing.assert_close(held[n], expected[t][n], rtol=1e-10, atol=1e-10)
+            mask = sparsifier.masks()[n]
+            assert not held[n][~mask].any(), "no masked weight is nonzero"
+            assert int(mask.sum()) == int(first[n].sum()) * side**2, "the budget is exact"
+        seen.append(held)
+        x, y = batch(t)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen

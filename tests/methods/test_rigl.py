@@ -1,0 +1,191 @@
+"""RigL follows the algorithm of Evci et al. (2020), and keeps its promises where its mask changes."""
+
+from __future__ import annotations
+
+import copy
+import io
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spartan import Block, Flops, Sparsifier, Unstructured, groups
+from spartan.methods import SET, RigL  # type: ignore[attr-defined]
+from tests.contract.cases import Net, batch
+from tests.methods.rewiring import NAMES, T, compare
+
+METHODS = {"rigl": RigL(every=3, fraction=0.5), "set": SET(every=3, fraction=0.5)}
+
+
+def by_gradient(seed: int) -> Any:
+    return lambda layer, step, gradient: gradient
+
+
+@pytest.mark.parametrize("budget", ["erk", "uniform"])
+@pytest.mark.parametrize("side", [1, 2])
+def test_forty_steps(budget: str, side: int) -> None:
+    pattern = Unstructured() if side == 1 else Block(2, 2)
+    method = RigL(every=4, fraction=0.5)
+    seen = compare(
+        lambda model: Sparsifier(model, 0.7, T, method, pattern=pattern, budget=budget), 4, 0.5, by_gradient, side
+    )
+    changed = [any(not torch.equal(a[n] != 0, b[n] != 0) for n in NAMES) for a, b in pairwise(seen)]
+    assert changed[3]
+    assert not any(changed[31:])
+
+
+def start(seed: int = 0, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Sparsifier]:
+    torch.manual_seed(seed)
+    model = Net().double()
+    method = options.pop("method", RigL(every=3, fraction=0.5))
+    sparsifier = Sparsifier(model, 0.7, T, method, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    return model, optimizer, sparsifier.attach(optimizer)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for t in steps:
+        x, y = batch(t)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("warmup", [0.0, 0.3])
+@pytest.mark.parametrize("budget", ["global", "erk", {"conv.*": 0.5}])
+@pytest.mark.parametrize("pattern", [Unstructured(), Block(2, 2), Block(1, -1)])
+@pytest.mark.parametrize("flops", [False, True])
+def test_the_budget_holds_at_every_step_while_the_mask_changes(
+    name: str, warmup: float, budget: Any, pattern: Any, flops: bool
+) -> None:
+    cost = Flops(torch.zeros(1, 2, 6, 6, dtype=torch.float64)) if flops else None
+    method = METHODS[name]
+    model, optimizer, sparsifier = start(method=method, budget=budget, pattern=pattern, cost=cost, warmup=warmup)
+    masks = []
+    for t in range(T):
+        at = 0
+        for group in sparsifier._run.plan.groups:
+            of = sparsifier._run.kept_units()[at : at + len(group.targets)]
+            at += len(group.targets)
+            spent = sum(n * c for n, c in zip(of, group.unit_costs, strict=True))
+            assert group.k - max(group.unit_costs) < spent <= group.k + 1e-6
+        masks.append(sparsifier.masks())
+        for n, mask in masks[-1].items():
+            assert not model.get_parameter(n)[~mask].any()
+        train(model, optimizer, range(t, t + 1))
+    if pattern != Block(1, -1):  # of the few rows of a layer, half is often less than one
+        assert any(not torch.equal(masks[29][n], masks[14][n]) for n in NAMES)
+    sparsifier.finalize()
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("stop", [2, 3, 10, 29, 33])
+def test_resume_across_updates_is_bit_identical(name: str, stop: int) -> None:
+    method = METHODS[name]
+    model, optimizer, sparsifier = start(method=method)
+    train(model, optimizer, range(stop))
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), sparsifier.state_dict()], file)
+    train(model, optimizer, range(stop, T))
+    file.seek(0)
+    again: tuple[Any, Any, Any] = start(seed=9, method=method)
+    for part, state in zip(again, torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    train(again[0], again[1], range(stop, T))
+    for a, b in zip(model.state_dict().values(), again[0].state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_choosing_twice_at_a_step_changes_nothing(name: str) -> None:
+    model, optimizer, sparsifier = start(method=METHODS[name])
+    for t in range(T):
+        train(model, optimizer, range(t, t + 1))
+        before = copy.deepcopy(model.state_dict())
+        with sparsifier.dense_weights():
+            pass
+        for n, value in model.state_dict().items():
+            assert torch.equal(value, before[n])
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_fused_group_is_rewired_as_separate_tensors_are(
+    name: str, memory_format: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = []
+    for fused in (False, True):
+        monkeypatch.setattr(groups, "_should_fuse", lambda targets, prices, pattern, fused=fused: fused)
+        torch.manual_seed(0)
+        model = Net().double().to(memory_format=memory_format)  # type: ignore[call-overload]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+        sparsifier = Sparsifier(model, 0.7, T, METHODS[name], budget="global").attach(optimizer)
+        assert sparsifier._run.plan.groups[0].fused == fused
+        train(model, optimizer, range(T))
+        models.append(model)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_two_optimizers_rewire_as_one_does() -> None:
+    one, optimizer, _ = start(budget="global")
+    torch.manual_seed(0)
+    two = Net().double()
+    sparsifier = Sparsifier(two, 0.7, T, RigL(every=3, fraction=0.5), budget="global")
+    split: list[list[Tensor]] = [list(two.conv.parameters()), [*two.hidden.parameters(), *two.head.parameters()]]
+    split[0] += list(two.norm.parameters())
+    parts = [torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3) for p in split]
+    sparsifier.attach(*parts)
+    for t in range(T):
+        train(one, optimizer, range(t, t + 1))
+        x, y = batch(t)
+        nn.functional.cross_entropy(two(x), y).backward()
+        for part in parts:
+            part.step()
+        for part in parts:
+            part.zero_grad()
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gradients_that_come_in_two_parts_are_put_together() -> None:
+    """As with two optimizers that have a backward pass each, where layers share a budget."""
+    _, _, sparsifier = start(budget="global", method=RigL(every=1))
+    (group, thetas), *_ = sparsifier._run.groups()
+    g = [torch.randn_like(theta) for theta in thetas]
+    sparsifier.method.observe(group, thetas, [g[0], None, None], sparsifier._run.at)
+    sparsifier.method.observe(group, thetas, [None, g[1], None], sparsifier._run.at)
+    for i, want in enumerate([g[0], g[1], torch.zeros_like(g[2])]):
+        assert torch.equal(group.tensors[f"growth{i}"], want.abs().flatten())
+
+
+def test_a_layer_that_the_loss_does_not_reach_keeps_its_mask() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(8, 8), "unused": nn.Linear(8, 8)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsifier = Sparsifier(model, 0.5, 20, RigL(every=2)).attach(optimizer)
+    first = sparsifier.masks()
+    for _ in range(10):
+        model["used"](torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(sparsifier.masks()["unused.weight"], first["unused.weight"])
+    assert not torch.equal(sparsifier.masks()["used.weight"], first["used.weight"])
+
+
+def test_gradients_are_remembered_only_for_an_update() -> None:
+    model, optimizer, sparsifier = start()
+    for t in range(T):
+        train(model, optimizer, range(t, t + 1))
+        assert not [key for g in sparsifier._run.plan.groups for key in g.tensors if key.startswith("growth")]
+
+
+@pytest.mark.parametrize(
+    ("options", "names"), [({"every": 0}, "every"), ({"every": 2.5}, "every"), ({"fraction": 1.5}, "fraction")]
+)
+def test_bad_settings_are_named(options: Any, names: str) -> None:
+    with pytest.raises(ValueError, match=f"RigL: {names}="):
+        RigL(**options)

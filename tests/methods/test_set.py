@@ -1,0 +1,47 @@
+"""SET follows its algorithm (Mocanu et al. 2018, in the form that Evci et al. 2020 compare with).
+
+What it shares with RigL (budgets, resuming, choosing twice) is tested there, for both.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spartan import Block, Sparsifier, Unstructured
+from spartan.methods import SET  # type: ignore[attr-defined]
+from spartan.methods.base import generator
+from spartan.schedules import Moment
+from tests.methods.rewiring import END, NAMES, T, compare
+
+
+def at_random(seed: int) -> Any:
+    def rank(layer: int, step: int, gradient: Tensor) -> Tensor:
+        rng = generator(Moment(step, T, 0, END, seed), torch.device("cpu"), stream=layer)
+        return torch.rand(gradient.numel(), generator=rng)
+
+    return rank
+
+
+@pytest.mark.parametrize("budget", ["erk", "uniform"])
+@pytest.mark.parametrize("side", [1, 2])
+def test_forty_steps(budget: str, side: int) -> None:
+    pattern = Unstructured() if side == 1 else Block(2, 2)
+    method = SET(every=4, fraction=0.5)
+    seen = compare(
+        lambda model: Sparsifier(model, 0.7, T, method, pattern=pattern, budget=budget), 4, 0.5, at_random, side
+    )
+    changed = [any(not torch.equal(a[n] != 0, b[n] != 0) for n in NAMES) for a, b in pairwise(seen)]
+    assert changed[3]
+    assert not any(changed[31:])
+
+
+def test_bad_settings_are_named() -> None:
+    with pytest.raises(ValueError, match="SET: every=0"):
+        SET(every=0)
+    with pytest.raises(ValueError, match="SET: fraction=nan"):
+        SET(fraction=float("nan"))

@@ -1,0 +1,163 @@
+"""STR, in both forms, against its update rule in a straight line."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import spartan
+from spartan import Block, Sparsifier, Unstructured
+from spartan.groups import make_plan
+from spartan.methods.soft_threshold import STR
+from tests.contract.cases import Net, batch
+
+T, W, FREEZE = 30, 6, 24  # steps, warm-up, first step of finetuning
+SPARSITY, LR, MOMENTUM, DECAY = 0.8, 0.1, 0.9, 1e-3
+NAMES = ("conv.weight", "hidden.weight", "head.weight")
+
+
+def units(x: Tensor, side: int) -> Tensor:
+    """Mean over side × side blocks of the matrix."""
+    rows, columns = x.shape[0], x[0].numel()
+    return x.reshape(rows // side, side, columns // side, side).mean((1, 3))
+
+
+def places(u: Tensor, side: int, like: Tensor) -> Tensor:
+    return u.repeat_interleave(side, 0).repeat_interleave(side, 1).reshape(like.shape)
+
+
+def thresholded(theta: dict[str, Tensor], s: Tensor, density: float, side: int, exact: bool) -> dict[str, Tensor]:
+    """w = θ · relu(u − t)/u with t = max(sigmoid(s) + λ, 0), λ a constant that leaves the budget; one weight: its sign."""
+    u = {n: units(theta[n].abs(), side) for n in NAMES}
+    shift = 0.0
+    if exact:
+        z = torch.cat([(u[n] - torch.sigmoid(s[i])).flatten() for i, n in enumerate(NAMES)])
+        ranked = z.detach().sort(descending=True).values
+        kept = int(density * len(ranked) + 1e-9)
+        shift = float(ranked[kept]) if kept < len(ranked) else -math.inf
+    w = {}
+    for i, n in enumerate(NAMES):
+        t = torch.relu(torch.sigmoid(s[i]) + shift)
+        if side == 1:
+            w[n] = torch.sign(theta[n]) * torch.relu(theta[n].abs() - t)
+        else:
+            w[n] = theta[n] * places(torch.relu(u[n] - t) / u[n], side, theta[n])
+        # The first unit that does not fit is at the threshold; rounding must not put it above.
+        w[n] = torch.where(places(u[n] - torch.sigmoid(s[i]) > shift, side, theta[n]), w[n], 0.0)
+    return w
+
+
+def reference(model: nn.Module, init: float, side: int, exact: bool) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+    """w and s at every step, from 0 to T."""
+    theta = {n: p.detach().clone() for n, p in model.named_parameters()}
+    theta["s"] = torch.full((3,), init, dtype=torch.float64)
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    velocity = {n: torch.zeros_like(p) for n, p in theta.items()}
+    history, thresholds, ratio = [], [], None
+    for t in range(T + 1):
+        leaves = {n: p.clone().requires_grad_() for n, p in theta.items()}
+        density = 1 - SPARSITY * min(1.0, t / W)
+        if t < FREEZE:
+            w = thresholded(leaves, leaves["s"], density, side, exact)
+        else:
+            if ratio is None:
+                start = thresholded(theta, theta["s"], density, side, exact)
+                ratio = {n: start[n] / theta[n] for n in NAMES}
+            w = {n: ratio[n] * leaves[n] for n in NAMES}
+        history.append({n: w[n].detach() for n in NAMES})
+        thresholds.append(theta["s"].clone())
+        x, y = batch(t)
+        dense = {n: p for n, p in leaves.items() if n != "s"}
+        loss = nn.functional.cross_entropy(functional_call(model, {**dense, **w, **buffers}, (x,)), y)
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        for n, g in zip(leaves, grads, strict=True):
+            if g is not None:  # s rests once the mask is fixed
+                velocity[n] = MOMENTUM * velocity[n] + g + DECAY * theta[n]
+                theta[n] = theta[n] - LR * velocity[n]
+    return history, thresholds
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("side", [1, 2])
+@pytest.mark.parametrize("init", [-5.0, -2.0])
+def test_thirty_steps(init: float, side: int, exact: bool) -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    expected, thresholds = reference(copy.deepcopy(model), init, side, exact)
+    pattern = Unstructured() if side == 1 else Block(side, side)
+    method = STR(exact=exact, init=init)
+    sparsifier = Sparsifier(model, SPARSITY, T, method, pattern=pattern, warmup=W / T, finetune=1 - FREEZE / T)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+    sparsifier.attach(optimizer)
+    (group,) = sparsifier._run.plan.groups
+    for t in range(T + 1):
+        masks = sparsifier.masks()
+        torch.testing.assert_close(group.learned["s"].detach(), thresholds[t], rtol=0, atol=1e-10)
+        for name, w in expected[t].items():
+            found = model.get_parameter(name).detach()
+            torch.testing.assert_close(found, w, rtol=0, atol=1e-10, msg=f"step {t}, {name}")
+            assert torch.equal(found != 0, masks[name])
+        x, y = batch(t)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len({round(x, 9) for x in group.learned["s"].tolist()}) == 3, "each layer learns a threshold of its own"
+
+
+def test_the_learned_thresholds_move_the_budget_between_layers() -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    sparsifier = Sparsifier(model, SPARSITY, 10, "str", warmup=0)
+    before = [layer.kept for layer in sparsifier.layers()]
+    (group,) = sparsifier._run.plan.groups
+    with torch.no_grad():
+        group.learned["s"][0] = -1.0  # a higher threshold for the convolution
+    sparsifier._run.choose()
+    after = [layer.kept for layer in sparsifier.layers()]
+    assert sum(after) == sum(before)
+    assert after[0] < before[0]
+
+
+def test_its_own_form_promises_no_sparsity() -> None:
+    assert STR().sparse_from == "warmup"
+    assert STR(exact=False).sparse_from == "never"
+    assert next(e for e in spartan.methods() if e.name == "str").sparse_from == "warmup"
+    model = Net()
+    sparsifier = Sparsifier(model, SPARSITY, 10, STR(exact=False, init=-3200.0))
+    assert sparsifier.stats.density == 1.0
+    assert sparsifier.progress()["density"] is None
+    sparsifier.finalize()
+
+
+def test_a_fused_group_has_one_threshold_per_layer() -> None:
+    torch.manual_seed(0)
+    (one,) = make_plan(Net().double(), SPARSITY).groups
+    fused = type(one)(one.targets, one.pattern, one.prices, one.power, one.sparsity, fused=True)
+    method = STR()
+    thetas = [t.parameter.detach() for t in one.targets]
+    flat = [torch.cat([t.reshape(-1) for t in thetas])]
+    at = spartan.schedules.Moment.start(10, 0.0, 0.0, 0)
+    for group, mine in ((one, thetas), (fused, flat)):
+        group.k = group.total * (1 - SPARSITY)
+        method.setup(group, mine, at)
+        with torch.no_grad():
+            group.learned["s"].copy_(torch.tensor([-1.0, -2.0, -3.0]))
+            method.choose(group, mine, at)
+    grads = [torch.randn_like(t) for t in thetas]
+    want, got = method.weights(one, thetas, at), method.weights(fused, flat, at)
+    assert torch.equal(torch.cat([w.reshape(-1) for w in want]), got[0])
+    one_grads = method.gradient(one, thetas, grads, at)
+    (flat_grad,) = method.gradient(fused, flat, [torch.cat([g.reshape(-1) for g in grads])], at)
+    assert flat_grad is not None
+    torch.testing.assert_close(torch.cat([g.reshape(-1) for g in one_grads if g is not None]), flat_grad)
+    torch.testing.assert_close(one.learned["s"].grad, fused.learned["s"].grad)
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match="STR: init"):
+        STR(init=math.inf)
