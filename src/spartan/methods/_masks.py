@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spartan.groups import Group
-from spartan.methods.base import Method, generator, masked
+from spartan.methods.base import Method, generator, masked, masked_gradients
 from spartan.ops.select import select
 from spartan.schedules import Moment
 
@@ -46,7 +46,7 @@ class StoredMasks(Method):
     ) -> list[Tensor | None]:
         """[kept] ⊙ g."""
         keep = group.expand(self.keep(group, thetas))
-        return [None if g is None else torch.where(kept, g, 0.0) for g, kept in zip(grads, keep, strict=True)]
+        return masked_gradients(grads, keep)
 
 
 class Rewiring(StoredMasks):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spartan.groups import Group
-from spartan.methods.base import Method, masked
+from spartan.methods.base import Method, masked, masked_gradients
 from spartan.methods.registry import register
 from spartan.ops.select import Threshold, select
 from spartan.schedules import Moment
@@ -110,7 +110,7 @@ class ACDC(Method):
         if _is_everything(group.threshold):
             return list(grads)
         keep = group.expand(self.keep(group, thetas))
-        return [None if g is None else torch.where(kept, g, 0.0) for g, kept in zip(grads, keep, strict=True)]
+        return masked_gradients(grads, keep)
 
     def _masked(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
         keep = group.expand(self.keep(group, thetas))

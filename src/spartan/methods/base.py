@@ -118,6 +118,11 @@ def masked(x: Tensor, keep: Tensor) -> Tensor:
     return torch.where(keep, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
+def masked_gradients(grads: Sequence[Tensor | None], keep: Sequence[Tensor]) -> list[Tensor | None]:
+    """[kept] ⊙ g: the gradient of a hard mask."""
+    return [None if g is None else masked(g, kept) for g, kept in zip(grads, keep, strict=True)]
+
+
 def straight_through(x: Tensor, value: Tensor) -> Tensor:
     """`value` in the forward pass, the gradient of x in the backward pass."""
     return _StraightThrough.apply(x, value)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from spartan.groups import Group
-from spartan.methods.base import Method, masked
+from spartan.methods.base import Method, masked, masked_gradients
 from spartan.methods.registry import register
 from spartan.ops.select import select
 from spartan.schedules import Moment, Schedule, linear
@@ -56,4 +55,4 @@ class IMP(Method):
     ) -> list[Tensor | None]:
         """[kept] ⊙ g."""
         keep = group.expand(self.keep(group, thetas))
-        return [None if g is None else torch.where(kept, g, 0.0) for g, kept in zip(grads, keep, strict=True)]
+        return masked_gradients(grads, keep)

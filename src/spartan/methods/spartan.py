@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spartan.groups import Group
-from spartan.methods.base import Method, masked, straight_through
+from spartan.methods.base import Method, masked, masked_gradients, straight_through
 from spartan.methods.registry import register
 from spartan.ops.select import boundary
 from spartan.ops.soft_topk import SoftMask, pull_ratio, sinkhorn, solve
@@ -111,7 +111,7 @@ class Spartan(Method):
         """m·g + sign(θ)·(∂u/∂|θ|)·βm(1−m)·(G − c·a₁/a₂), with G = Σ g·θ over each unit (Algorithm 5)."""
         if group.dual is None:
             keep = group.expand(self.keep(group, thetas))
-            return [None if g is None else torch.where(kept, g, 0.0) for g, kept in zip(grads, keep, strict=True)]
+            return masked_gradients(grads, keep)
         if all(g is None for g in grads):
             return list(grads)
         masks = [group.dual.mask(u) for u in group.scores(thetas)]

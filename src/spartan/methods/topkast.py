@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spartan.budgets import check_sparsity
 from spartan.groups import Group
-from spartan.methods.base import Method, masked, straight_through
+from spartan.methods.base import Method, masked, masked_gradients, straight_through
 from spartan.methods.registry import register
 from spartan.ops.select import EVERYTHING, Threshold, select
 from spartan.schedules import Moment
@@ -77,7 +77,7 @@ class TopKAST(Method):
         if not self.backward_sparsity:
             return list(grads)
         in_b = group.expand(group.keep(group.scores(thetas), self._b(group)))
-        return [None if g is None else torch.where(b, g, 0.0) for g, b in zip(grads, in_b, strict=True)]
+        return masked_gradients(grads, in_b)
 
     def _b(self, group: Group) -> Threshold:
         if not self.backward_sparsity:
