@@ -103,10 +103,13 @@ def describe(method: Method, settings: Mapping[str, Any], stats: Stats, layers: 
     """The sparsifier in a few lines: settings, where the run stands, the sparsest and the densest layers."""
     width = max(len(layer.name) for layer in layers)
     beta = "" if stats.beta is None else f", β = {stats.beta:.4g}"
+    # What is asked for is a fraction of the cost; with another cost than parameters that is not the density.
+    part = stats.target_density * stats.cost / stats.target_cost if stats.target_cost else 0.0
+    cost = "" if settings["cost"] == "Params" else f"{part:.4%} of the cost, "
     lines = [
         f"Sparsifier: {method!r}, {settings['pattern']}, sparsity {settings['sparsity']:g}, "
         f"budget {settings['budget']!r}, {len(layers)} tensors of {sum(x.parameters for x in layers):,} weights",
-        f"  step {stats.step} of {settings['total_steps']} ({stats.phase}): density {stats.density:.4%}, "
+        f"  step {stats.step} of {settings['total_steps']} ({stats.phase}): density {stats.density:.4%}, {cost}"
         f"asked {stats.target_density:.4%}{beta}",
     ]
     empty = [x.name for x in layers if x.kept == 0]
