@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from spartan.budgets import Budget, check_sparsity, divide
 from spartan.costs import Cost, Params, as_cost
 from spartan.ops.parts import Part, Parts
-from spartan.ops.select import Threshold
-from spartan.ops.soft_topk import Dual
+from spartan.ops.select import Boundary, Threshold, boundary
+from spartan.ops.soft_topk import Dual, Init, sinkhorn, solve
 from spartan.patterns import Pattern, Unstructured, check_pattern, magnitude
 from spartan.targets import Target, find_targets, unwrap
 
@@ -85,6 +85,22 @@ class Group:
             return [Part(u, self.unit_costs[0])]
         costs = [torch.full_like(x, c, dtype=torch.float64) for x, c in zip(scores, self.unit_costs, strict=True)]
         return [Part(u, torch.cat(costs))]
+
+    def boundary(self, scores: Sequence[Tensor], k: float) -> Boundary:
+        """Where a budget runs out, going through the units from the highest score down."""
+        return boundary(self.parts(scores), k)
+
+    def select(self, scores: Sequence[Tensor], k: float) -> Threshold:
+        """The threshold of the units of highest score that fit a budget."""
+        return self.boundary(scores, k).threshold
+
+    def solve(self, scores: Sequence[Tensor], k: float, beta: float, start: Boundary) -> Dual:
+        """The soft top-k mask of the scores."""
+        return solve(self.parts(scores), k, beta, start=start)
+
+    def sinkhorn(self, scores: Sequence[Tensor], k: float, beta: float, init: Init) -> Dual:
+        """The same by the paper's iteration."""
+        return sinkhorn(self.parts(scores), k, beta, init=init)
 
     def keep(self, scores: Iterable[Tensor], threshold: Threshold) -> list[Tensor]:
         """Bool per unit: what a threshold keeps of each target."""

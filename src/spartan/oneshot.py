@@ -11,7 +11,6 @@ from torch import nn
 from spartan.budgets import Budget
 from spartan.costs import Cost
 from spartan.groups import make_plan
-from spartan.ops.select import select
 from spartan.patterns import Pattern
 
 M = TypeVar("M", bound=nn.Module)
@@ -41,7 +40,7 @@ def prune(
     )
     for group in plan.groups:
         scores = group.scores([t.parameter for t in group.targets])
-        threshold = select(group.parts(scores), group.total * (1.0 - group.sparsity))
+        threshold = group.select(scores, group.total * (1.0 - group.sparsity))
         for target, keep in zip(group.targets, group.expand(group.keep(scores, threshold)), strict=True):
             target.parameter.masked_fill_(~keep, 0.0)
     return model

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from spartan.groups import Group
 from spartan.methods.base import Method, generator, masked, masked_gradients
-from spartan.ops.select import select
 from spartan.schedules import Moment
 
 
@@ -116,7 +115,7 @@ def cost_of(group: Group, masks: Sequence[Tensor]) -> float:
 def first(group: Group, masks: Sequence[Tensor], ranks: Sequence[Tensor], k: float) -> list[Tensor]:
     """Of the units of a mask, those of highest rank that fit a budget; exact for any cost, ties by position."""
     ranks = [torch.where(mask, rank, -math.inf) for mask, rank in zip(masks, ranks, strict=True)]
-    found = group.keep(ranks, select(group.parts(ranks), k))
+    found = group.keep(ranks, group.select(ranks, k))
     return [keep & mask for keep, mask in zip(found, masks, strict=True)]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from spartan.groups import Group
 from spartan.methods.base import Method, masked, masked_gradients
 from spartan.methods.registry import register
-from spartan.ops.select import Threshold, select
+from spartan.ops.select import Threshold
 from spartan.schedules import Moment
 
 
@@ -90,7 +90,7 @@ class ACDC(Method):
                 self._everything(group, thetas)
         elif _is_everything(group.threshold) or at.phase == "finetune":
             scores = group.scores(thetas)
-            group.threshold = select(group.parts(scores), group.k)
+            group.threshold = group.select(scores, group.k)
             for i, kept in enumerate(group.keep(scores, group.threshold)):
                 group.tensors[f"keep{i}"] = kept
             self._project(group, thetas)

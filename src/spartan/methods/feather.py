@@ -12,7 +12,6 @@ from spartan.groups import Group
 from spartan.methods.base import Method, masked, straight_through
 from spartan.methods.registry import register
 from spartan.methods.st3 import level, shrink
-from spartan.ops.select import select
 from spartan.schedules import Moment, Schedule, cubic
 
 
@@ -66,7 +65,7 @@ class Feather(Method):
 
     def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
         """The magnitude threshold for the budget."""
-        group.threshold = select(group.parts(group.scores(thetas)), group.k)
+        group.threshold = group.select(group.scores(thetas), group.k)
 
     @torch.no_grad()
     def freeze(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:

@@ -10,7 +10,6 @@ from torch import Tensor
 from spartan.groups import Group
 from spartan.methods.base import Method, masked, masked_gradients
 from spartan.methods.registry import register
-from spartan.ops.select import select
 from spartan.schedules import Moment, Schedule, linear
 
 
@@ -43,7 +42,7 @@ class IMP(Method):
 
     def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
         """The magnitude threshold for the budget."""
-        group.threshold = select(group.parts(group.scores(thetas)), group.k)
+        group.threshold = group.select(group.scores(thetas), group.k)
 
     def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
         """θ̃ = Π_k(θ)."""

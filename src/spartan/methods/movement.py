@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from spartan.groups import Group
 from spartan.methods.base import Method, masked, straight_through
 from spartan.methods.registry import register
-from spartan.ops.select import select
 from spartan.schedules import Moment, Schedule, linear
 
 
@@ -75,7 +74,7 @@ class Movement(Method):
 
     def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
         """The threshold on the scores for the budget."""
-        group.threshold = select(group.parts(_scores(group)), group.k)
+        group.threshold = group.select(_scores(group), group.k)
 
     def keep(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
         """The units of largest score."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from spartan.groups import Group
 from spartan.methods.base import Method, masked
 from spartan.methods.registry import register
-from spartan.ops.select import Threshold, select
+from spartan.ops.select import Threshold
 from spartan.schedules import Moment
 
 
@@ -78,7 +78,7 @@ class STR(Method):
         if not self.exact:
             group.threshold = Threshold(0.0)
             return
-        group.threshold = select(group.parts(self.scores(group, group.scores(thetas))), group.k)
+        group.threshold = group.select(self.scores(group, group.scores(thetas)), group.k)
 
     @torch.no_grad()
     def keep(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:

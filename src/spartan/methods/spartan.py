@@ -13,8 +13,7 @@ from torch import Tensor
 from spartan.groups import Group
 from spartan.methods.base import Method, masked, masked_gradients, straight_through
 from spartan.methods.registry import register
-from spartan.ops.select import boundary
-from spartan.ops.soft_topk import SoftMask, pull_ratio, sinkhorn, solve
+from spartan.ops.soft_topk import SoftMask, pull_ratio
 from spartan.schedules import Moment, Schedule, as_schedule, linear
 
 
@@ -81,16 +80,16 @@ class Spartan(Method):
 
     def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
         """The dual of the soft mask and the threshold of the hard one."""
-        parts, beta = group.parts(group.scores(thetas)), self.beta_at(group, at)
-        edge = boundary(parts, group.k)
+        scores, beta = group.scores(thetas), self.beta_at(group, at)
+        edge = group.boundary(scores, group.k)
         group.threshold = edge.threshold
         if math.isinf(beta):
             group.dual = None
         elif self.solver == "newton":
-            group.dual = solve(parts, group.k, beta, start=edge)
+            group.dual = group.solve(scores, group.k, beta, start=edge)
         else:
             cached = group.dual.mu if self.init == "cached" and group.dual is not None else None
-            group.dual = sinkhorn(parts, group.k, beta, init="threshold" if self.init == "threshold" else cached)
+            group.dual = group.sinkhorn(scores, group.k, beta, init="threshold" if self.init == "threshold" else cached)
 
     def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
         """θ̃ = Π_k(θ ⊙ softtopk(|θ|)), straight through the projection."""

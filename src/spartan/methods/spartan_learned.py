@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from spartan.groups import Group
 from spartan.methods.base import Method, masked, straight_through
 from spartan.methods.registry import register
-from spartan.ops.select import boundary
-from spartan.ops.soft_topk import SoftMask, solve
+from spartan.ops.soft_topk import SoftMask
 from spartan.schedules import Moment, Schedule, as_schedule, linear
 
 
@@ -71,10 +70,10 @@ class SpartanLearned(Method):
 
     def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
         """The dual of the soft mask and the threshold of the hard one."""
-        parts, beta = group.parts(_phi(group)), self.beta_at(group, at)
-        edge = boundary(parts, group.k)
+        scores, beta = _phi(group), self.beta_at(group, at)
+        edge = group.boundary(scores, group.k)
         group.threshold = edge.threshold
-        group.dual = None if math.isinf(beta) else solve(parts, group.k, beta, start=edge)
+        group.dual = None if math.isinf(beta) else group.solve(scores, group.k, beta, start=edge)
 
     def ranked(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
         """φ."""

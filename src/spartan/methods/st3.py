@@ -12,7 +12,6 @@ from torch import Tensor
 from spartan.groups import Group
 from spartan.methods.base import Method, masked, straight_through
 from spartan.methods.registry import register
-from spartan.ops.select import select
 from spartan.patterns import magnitude
 from spartan.schedules import Moment, Schedule, cubic
 from spartan.targets import Target
@@ -57,7 +56,7 @@ class ST3(Method):
 
     def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
         """The magnitude threshold for the budget."""
-        group.threshold = select(group.parts(group.scores(thetas)), group.k)
+        group.threshold = group.select(group.scores(thetas), group.k)
 
     @torch.no_grad()
     def freeze(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:

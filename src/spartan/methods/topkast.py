@@ -12,7 +12,7 @@ from spartan.budgets import check_sparsity
 from spartan.groups import Group
 from spartan.methods.base import Method, masked, masked_gradients, straight_through
 from spartan.methods.registry import register
-from spartan.ops.select import EVERYTHING, Threshold, select
+from spartan.ops.select import EVERYTHING, Threshold
 from spartan.schedules import Moment
 
 
@@ -56,10 +56,10 @@ class TopKAST(Method):
 
     def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
         """A for the forward pass, B for the gradient."""
-        parts = group.parts(group.scores(thetas))
-        group.threshold = select(parts, group.k)
+        scores = group.scores(thetas)
+        group.threshold = group.select(scores, group.k)
         if self.backward_sparsity:
-            b = select(parts, max(group.k, (1.0 - self.backward_sparsity) * group.total))
+            b = group.select(scores, max(group.k, (1.0 - self.backward_sparsity) * group.total))
             group.tensors["B"] = torch.tensor([b.value, b.cut], dtype=torch.float64)
 
     def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
