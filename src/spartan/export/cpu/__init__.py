@@ -1,0 +1,1 @@
+"""Sparse kernels for the CPU: C++ sources, their build, and the calls."""

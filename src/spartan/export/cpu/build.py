@@ -1,0 +1,83 @@
+"""Compile the CPU kernels: plain C++ with a C interface, so that one library serves every torch and every Python.
+
+Run by the package's build (`setup.py`, which loads this file by its path: nothing of torch or spartan is imported here)
+and, where no compiled library came with the package (editable installs, source checkouts), on first use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = ("job.h", "vectors.h", "kernels.cpp", "dispatch.cpp")
+FLAGS = (
+    *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall"),
+    # Multiply and add may be one rounding; NaN and infinity keep their meaning (no -ffast-math).
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+)
+# One object of kernels.cpp each; the best the processor has is picked at run time.
+VARIANTS = {
+    "portable": ("-Wno-psabi",),
+    "avx2": ("-mavx2", "-mfma"),
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"),
+}
+
+
+def variants() -> dict[str, tuple[str, ...]]:
+    """The instruction sets to compile for: all of them on x86-64, elsewhere what the compiler takes by default."""
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return VARIANTS if x86 else {"portable": VARIANTS["portable"]}
+
+
+def fingerprint() -> str:
+    """What the library depends on: the sources, the flags, the kind of machine.
+
+    Example:
+        >>> len(fingerprint())
+        16
+    """
+    digest = hashlib.sha256(f"{FLAGS}{VARIANTS}{platform.machine()}{sys.platform}".encode())
+    for name in SOURCES:
+        digest.update((HERE / name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def compiler() -> str | None:
+    """The C++ compiler: $CXX, else c++, g++ or clang++; None where there is none."""
+    wanted = os.environ.get("CXX", "").split()
+    return next((path for name in [*wanted[:1], "c++", "g++", "clang++"] if (path := shutil.which(name))), None)
+
+
+def compile_library(target: Path) -> None:
+    """Compile to `target`; RuntimeError with the compiler's words where that fails."""
+    cxx = compiler()
+    if cxx is None:
+        raise RuntimeError("no C++ compiler found: install g++ or clang++, or name one in CXX")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        objects = []
+        for isa, flags in variants().items():
+            objects.append(f"{folder}/{isa}.o")
+            _call([cxx, *FLAGS, *flags, f"-DSPARTAN_ISA={isa}", "-c", str(HERE / "kernels.cpp"), "-o", objects[-1]])
+        objects.append(f"{folder}/dispatch.o")
+        _call([cxx, *FLAGS, "-c", str(HERE / "dispatch.cpp"), "-o", objects[-1]])
+        made = f"{folder}/library"
+        _call([cxx, "-shared", "-pthread", *objects, "-o", made])
+        # In one step, so that a second process never sees half a library.
+        os.replace(made, target)
+
+
+def _call(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"{command[0]} did not run: {error}") from error
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")

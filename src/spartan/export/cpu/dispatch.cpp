@@ -1,0 +1,204 @@
+// The C interface: picks the kernels for this processor, cuts the work into tasks, runs them on torch's own threads.
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "job.h"
+
+extern "C" const Kernels spartan_kernels_portable;
+#if defined(__x86_64__)
+extern "C" const Kernels spartan_kernels_avx2, spartan_kernels_avx512;
+#endif
+
+namespace {
+
+typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
+Parallel openmp = nullptr;  // GOMP_parallel of the OpenMP that torch has loaded, so that there is one pool of threads
+
+const Kernels* best() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"))
+    return &spartan_kernels_avx512;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &spartan_kernels_avx2;
+#endif
+  return &spartan_kernels_portable;
+}
+const Kernels* kernels = best();
+
+void work(void* p) {
+  Job* job = static_cast<Job*>(p);
+  const int64_t slot = __atomic_fetch_add(&job->slots, 1, __ATOMIC_RELAXED);
+  for (;;) {
+    const int64_t task = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+    if (task >= job->tasks) return;
+    job->task(job, task, slot);
+  }
+}
+
+void run(Job* job, Task task, int64_t tasks, int64_t threads) {
+  job->next = job->slots = 0;
+  job->tasks = tasks;
+  job->task = task;
+  if (threads > tasks) threads = tasks;
+  if (threads <= 1) return work(job);
+  if (openmp) return openmp(work, job, static_cast<unsigned>(threads), 0);
+  std::vector<std::thread> others;
+  for (int64_t i = 1; i < threads; i++) others.emplace_back(work, job);
+  work(job);
+  for (auto& thread : others) thread.join();
+}
+
+// Scratch that stays with the calling thread: fresh pages cost more than filling them.
+struct Scratch {
+  float* data = nullptr;
+  int64_t size = 0;
+  ~Scratch() { ::operator delete(data, std::align_val_t(64)); }
+  float* take(int64_t floats) {
+    if (floats > size) {
+      ::operator delete(data, std::align_val_t(64));
+      data = nullptr, size = 0;
+      data = static_cast<float*>(::operator new(static_cast<size_t>(floats) * 4, std::align_val_t(64), std::nothrow));
+      if (data) size = floats;
+    }
+    return data;
+  }
+};
+thread_local Scratch scratch;
+
+int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Groups a task takes: weights that stay in the second-level cache, and tasks enough for the threads to end together.
+void cut(Job* job, int64_t threads) {
+  const int64_t entries = job->starts[job->groups], bytes = entries * (4 * job->h * job->g + 4);
+  int64_t chunks = bytes ? up(bytes, 512 << 10) : 1;
+  const int64_t others = job->tiles * job->images;
+  if (threads > 1 && chunks * others < 6 * threads) chunks = up(6 * threads, others);
+  const int64_t round = job->h >= 16 ? 1 : 16 / job->h;  // whole vectors of outputs
+  job->chunk = up(up(job->groups, chunks), round) * round;
+  job->chunks = up(job->groups, job->chunk);
+}
+
+// The job for image i alone, packed in the given slot of the scratch.
+Job image_of(const Job& job, int64_t i, int64_t slot) {
+  Job one = job;
+  const int64_t bytes = job.bf16 ? 2 : 4, out = i * job.outputs * job.out_h * job.out_w * bytes;
+  one.x = static_cast<const char*>(job.x) + i * job.channels * job.height * job.width * bytes;
+  one.y = static_cast<char*>(job.y) + out;
+  if (job.residual) one.residual = static_cast<const char*>(job.residual) + out;
+  if (job.pack) one.pack = job.pack + slot * job.pack_size;
+  return one;
+}
+
+void whole_image(Job* job, int64_t i, int64_t slot) {
+  Job one = image_of(*job, i, slot);
+  if (!one.direct)
+    for (int64_t c = 0; c < one.channels; c++) kernels->image_pack(&one, c, 0);
+  for (int64_t t = 0; t < one.tiles * one.chunks; t++) kernels->image_multiply(&one, t, 0);
+}
+
+}  // namespace
+
+extern "C" {
+
+#define PUBLIC __attribute__((visibility("default")))
+
+PUBLIC int64_t spartan_version() { return 1; }
+PUBLIC const char* spartan_isa() { return kernels->name; }
+// For tests and for measuring: 0 if this processor cannot run it.
+PUBLIC int64_t spartan_use_isa(int64_t level) {
+  const Kernels* top = best();
+  const Kernels* wanted = &spartan_kernels_portable;
+#if defined(__x86_64__)
+  if (level == 1) wanted = &spartan_kernels_avx2;
+  if (level == 2) wanted = &spartan_kernels_avx512;
+  if (level == 2 && top != &spartan_kernels_avx512) return 0;
+  if (level == 1 && top == &spartan_kernels_portable) return 0;
+#else
+  if (level > 0) return 0;
+#endif
+  kernels = level < 0 ? top : wanted;
+  return 1;
+}
+PUBLIC void spartan_use_openmp(Parallel parallel) { openmp = parallel; }
+// Lanes between two columns of the packed input of `spartan_linear_lanes`.
+PUBLIC int64_t spartan_lane_pitch(int64_t h) { return kernels->widest(h) * kernels->vector; }
+
+// Each returns 0, or 1 when there is no memory for the scratch.
+PUBLIC int64_t spartan_linear_rows(const void* x, void* y, const float* bias, const int32_t* starts, const int32_t* index,
+                                   const float* values, int64_t tokens, int64_t inputs, int64_t outputs, int64_t h, int64_t g,
+                                   int64_t activation, int64_t bf16, int64_t threads) {
+  if (tokens == 0) return 0;
+  Job job = {};
+  job.x = x, job.y = y, job.bias = bias, job.starts = starts, job.index = index, job.values = values;
+  job.tokens = tokens, job.inputs = inputs, job.outputs = outputs, job.h = h, job.g = g;
+  job.activation = activation, job.bf16 = bf16, job.images = 1;
+  job.groups = up(outputs, h);
+  job.tile = kernels->rows_tile(h);
+  job.tiles = up(tokens, job.tile);
+  job.pack = scratch.take((job.tiles * job.tile) * up(inputs, g) * g);
+  if (!job.pack) return 1;
+  cut(&job, threads);
+  run(&job, kernels->rows_pack, job.tiles, threads);
+  run(&job, kernels->rows_multiply, job.tiles * job.chunks, threads);
+  return 0;
+}
+
+PUBLIC int64_t spartan_linear_lanes(const void* x, void* y, const float* bias, const int32_t* starts, const int32_t* index,
+                                    const float* values, int64_t tokens, int64_t inputs, int64_t outputs, int64_t h,
+                                    int64_t activation, int64_t bf16, int64_t threads) {
+  if (tokens == 0) return 0;
+  Job job = {};
+  job.x = x, job.y = y, job.bias = bias, job.starts = starts, job.index = index, job.values = values;
+  job.tokens = tokens, job.inputs = inputs, job.outputs = outputs, job.h = h, job.g = 1;
+  job.activation = activation, job.bf16 = bf16, job.images = 1;
+  job.groups = up(outputs, h);
+  job.pitch = kernels->widest(h) * kernels->vector;
+  job.vectors = up(tokens, kernels->vector);
+  job.tiles = up(job.vectors, kernels->widest(h));
+  job.pack = scratch.take(job.tiles * inputs * job.pitch);
+  if (!job.pack) return 1;
+  cut(&job, threads);
+  run(&job, kernels->tokens_pack, job.tiles, threads);
+  run(&job, kernels->tokens_multiply, job.tiles * job.chunks, threads);
+  return 0;
+}
+
+// geometry: images, channels, height, width, stride (2), padding (2), phases (2), rows_q, pitch, plane, out_h, out_w, direct
+PUBLIC int64_t spartan_conv(const void* x, void* y, const float* bias, const void* residual, const int32_t* starts,
+                            const int32_t* index, const float* values, const int64_t* geometry, int64_t outputs, int64_t h,
+                            int64_t activation, int64_t bf16, int64_t threads) {
+  Job job = {};
+  job.x = x, job.y = y, job.bias = bias, job.residual = residual;
+  job.starts = starts, job.index = index, job.values = values;
+  job.outputs = outputs, job.h = h, job.g = 1, job.activation = activation, job.bf16 = bf16;
+  const int64_t* at = geometry;
+  job.images = *at++, job.channels = *at++, job.height = *at++, job.width = *at++;
+  job.stride_h = *at++, job.stride_w = *at++, job.pad_h = *at++, job.pad_w = *at++;
+  job.phases_h = *at++, job.phases_w = *at++, job.rows_q = *at++, job.pitch = *at++, job.plane = *at++;
+  job.out_h = *at++, job.out_w = *at++, job.direct = *at++;
+  if (job.images == 0) return 0;
+  job.groups = up(outputs, h);
+  job.lanes = (job.out_h - 1) * job.pitch + job.out_w;
+  job.vectors = up(job.lanes, kernels->vector);
+  job.tiles = up(job.vectors, kernels->widest(h));
+  // A tile may read past the last channel's plane, into lanes nobody keeps.
+  const int64_t images = job.images, size = job.channels * job.plane + 8 * kernels->vector + job.pitch;
+  if (!job.direct) job.pack = scratch.take((images < threads ? 1 : threads) * size);
+  if (!job.direct && !job.pack) return 1;
+  job.images = 1, job.pack_size = size;
+  // As many images as divide among the threads go whole, one to a thread; the rest one after another, all threads on each.
+  // Either way an image is still in the cache when it is multiplied.
+  const int64_t whole = images / threads * threads;
+  cut(&job, 1);
+  run(&job, whole_image, whole, threads);
+  for (int64_t i = whole; i < images; i++) {
+    Job one = image_of(job, i, 0);
+    cut(&one, threads);
+    if (!one.direct) run(&one, kernels->image_pack, one.channels, threads);
+    run(&one, kernels->image_multiply, one.tiles * one.chunks, threads);
+  }
+  return 0;
+}
+}

@@ -1,0 +1,50 @@
+// What one call of a sparse layer needs, shared by dispatch.cpp (threads, C ABI) and kernels.cpp (one object per instruction set).
+#ifndef SPARTAN_JOB_H
+#define SPARTAN_JOB_H
+#include <stdint.h>
+
+enum Activation { NONE = 0, RELU = 1, GELU = 2, GELU_TANH = 3, SILU = 4 };
+
+// The weight, in both kernels: rows are taken h at a time; `starts` bounds each group's entries, an entry being one
+// column (or g columns in a row) in which some row of the group is not zero. `values` holds h·g numbers an entry.
+struct Job {
+  const void* x;
+  void* y;
+  const float* bias;      // per output, or null
+  const void* residual;   // like y, or null; added before the activation
+  const int32_t* starts;  // groups + 1
+  const int32_t* index;   // "rows": granule number; "lanes": offset of the column's first lane in the packed input
+  const float* values;    // "rows": [entry][g][h]; "lanes": [entry][h]
+  float* pack;            // scratch for the rearranged input
+  int64_t outputs, groups, h, g, activation, bf16;
+  int64_t chunk, chunks;  // groups a task takes, and how many such chunks there are
+  // linear: tokens × inputs
+  int64_t tokens, inputs;
+  int64_t tile, tiles;    // "rows": tokens a tile holds
+  // convolution: the packed input is [channel][phase][rows_q][pitch], see geometry() in layers.py
+  int64_t images, channels, height, width, stride_h, stride_w, pad_h, pad_w, phases_h, phases_w, rows_q, pitch, plane;
+  int64_t out_h, out_w;
+  int64_t lanes;          // lanes to compute per image: out_h · pitch, less the last row's slack
+  int64_t vectors;        // the same in vectors
+  int64_t direct;         // read x itself: nothing to rearrange
+  int64_t pack_size;      // floats of scratch an image takes
+  // work queue; each thread that comes gets a slot number
+  int64_t next, tasks, slots;
+  void (*task)(struct Job*, int64_t task, int64_t slot);
+};
+
+typedef void (*Task)(struct Job*, int64_t task, int64_t slot);
+
+struct Kernels {
+  const char* name;
+  int64_t vector;               // floats in a vector
+  int64_t (*widest)(int64_t h);  // vectors in the widest tile of lanes
+  int64_t (*rows_tile)(int64_t h);
+  Task rows_pack;
+  Task rows_multiply;
+  Task tokens_pack;
+  Task tokens_multiply;
+  Task image_pack;
+  Task image_multiply;
+};
+#endif

@@ -1,0 +1,296 @@
+"""The container: a safetensors file whose header says how its tensors are packed, with a checksum over all of it.
+
+A safetensors file is the header's length (8 bytes, little-endian), the header (JSON: for every tensor its dtype, shape and
+place; under `__metadata__` strings), and the data. Ours has these strings besides `format`:
+
+    spartan.version        the version of this format
+    spartan.sha256         of the header, with 64 zeros in this place, and the data
+    spartan.tensors        JSON: for every packed tensor [code, shape, dtype, entries kept, bytes of index], and if its
+                           values are coded as well [..., bytes of values, k, exponents]
+    spartan.aliases        JSON: names that stand for the same tensor as another
+    spartan.architecture   JSON: the model's name and arguments
+    spartan.pattern, spartan.sparsity
+
+Dense tensors have their own names. What packed ones need lies one after the other, in the order of `spartan.tensors`: the
+bytes that say where entries go, and coded values, in `spartan:bytes`, values that are not coded in `spartan:values:F32` and
+so on, for each dtype. (Header entries for each would take a tenth of what a ResNet-50 at 99% does.) Everything here is
+checked against the size of the file before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+VERSION = 1
+VALUES, BYTES = "spartan:values:", "spartan:bytes"
+_LARGEST_HEADER = 100_000_000  # safetensors' own limit
+_BLANK = "0" * 64
+_SHA256 = '"spartan.sha256":"'
+
+DTYPES: dict[str, torch.dtype] = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
+    **{"F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
+    **{"BOOL": torch.bool, "C64": torch.complex64},
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the container: dtype, shape and place among the data."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Container:
+    """A file that was read: its tensors' places, its metadata, and its data as bytes."""
+
+    path: Path
+    size: int
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+    data: Tensor
+
+    def tensor(self, name: str) -> Tensor:
+        """One of the container's tensors, in memory of its own."""
+        entry = self.entries[name]
+        return self.flat(name, 0, count_of(entry.shape)).reshape(entry.shape)
+
+    def flat(self, name: str, first: int, count: int) -> Tensor:
+        """Some of a tensor's entries in row-major order, in memory of their own."""
+        entry = self.entries[name]
+        begin, size = entry.begin + first * entry.dtype.itemsize, count * entry.dtype.itemsize
+        return self.data[begin : begin + size].clone().view(entry.dtype)
+
+
+def as_bits(tensor: Tensor) -> Tensor:
+    """The entries as integers of the same size, so that −0.0 and every NaN stay what they are."""
+    return tensor.view(_BITS[tensor.dtype.itemsize])
+
+
+def dtype_name(dtype: torch.dtype) -> str | None:
+    """What safetensors calls the dtype; None if it has no word for it."""
+    return _NAMES.get(dtype)
+
+
+def count_of(shape: Sequence[int]) -> int:
+    """Entries of a tensor of that shape; ValueError if it cannot be one."""
+    if not isinstance(shape, list | tuple) or not all(type(n) is int and n >= 0 for n in shape) or len(shape) > 64:
+        raise ValueError(f"the shape {_short(shape)} is none")
+    if math.prod(max(1, n) for n in shape) >= 1 << 60:
+        raise ValueError(f"the shape {_short(shape)} is larger than any memory")
+    return math.prod(shape)
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
+    """Write the container, whole or not at all; its size in bytes.
+
+    Args:
+        path: the file; one that is there is replaced when the new one is safely on the disk.
+        tensors: contiguous tensors on the CPU, in dtypes that safetensors has.
+        metadata: strings to go with them.
+    """
+    _check_machine()
+    # Largest entries first: then each tensor begins at a multiple of its entries' size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": {**metadata, "spartan.sha256": _BLANK}}
+    end = 0
+    for name in order:
+        begin, end = end, end + tensors[name].nbytes
+        shape = list(tensors[name].shape)
+        header[name] = {"dtype": _NAMES[tensors[name].dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _LARGEST_HEADER:
+        raise ValueError(f"{path}: the header would take {len(text):,} bytes; safetensors allows {_LARGEST_HEADER:,}")
+    digest = hashlib.sha256(text)
+    for name in order:
+        digest.update(_memory(tensors[name]))
+    text = text.replace((_SHA256 + _BLANK).encode(), (_SHA256 + digest.hexdigest()).encode(), 1)
+    parts = [len(text).to_bytes(8, "little"), text, *(_memory(tensors[name]) for name in order)]
+    _write_atomically(path, parts)
+    return 8 + len(text) + end
+
+
+def _memory(tensor: Tensor) -> Any:
+    """The tensor's bytes, in place; they live as long as it does."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
+
+
+def _write_atomically(path: Path, parts: Sequence[Any]) -> None:
+    """A file beside the old one, flushed to the disk, and only then in its place."""
+    target = Path(os.path.realpath(path))  # through a link to what it points at
+    aside = target.with_name(f".{target.name[:200]}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(f"{target} is a folder")
+        try:
+            with aside.open("xb") as file:
+                for part in parts:
+                    file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+            if target.exists():
+                aside.chmod(target.stat().st_mode & 0o777)
+            aside.replace(target)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        kept = "; the file that was there is unchanged" if target.is_file() else ""
+        raise RuntimeError(f"{path} could not be written: {error.strerror or error}{kept}") from error
+    _sync_folder(target.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name last; some file systems refuse, and then have no need of it."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def read(path: Path | str) -> Container:
+    """Read and check a container; ValueError that names the file and what is wrong with it."""
+    _check_machine()
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path} is a folder" if path.is_dir() else f"there is no file {path}")
+    try:
+        with path.open("rb") as file:
+            return _read(path, file)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _read(path: Path, file: BinaryIO) -> Container:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if size < 10 or not 2 <= length <= min(size - 8, _LARGEST_HEADER):
+        raise ValueError(
+            f"is no safetensors file, or is cut off: {size:,} bytes, of which the header claims {length:,}"
+        )
+    text = file.read(length)
+    header = _parse(text, "the header")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("is damaged: the header's metadata are not strings")
+    # A plain file of another library is no mistake of its writer's: say so before looking for damage.
+    _check_version(metadata)
+    entries = _entries(header, size - 8 - length)
+    _check_digest_field(text, metadata)
+    data = bytearray(size - 8 - length)
+    if file.readinto(data) != len(data):  # type: ignore[attr-defined]
+        raise ValueError("is cut off")
+    digest = hashlib.sha256(text.replace((_SHA256 + metadata["spartan.sha256"]).encode(), (_SHA256 + _BLANK).encode()))
+    digest.update(data)
+    if digest.hexdigest() != metadata["spartan.sha256"]:
+        raise ValueError("is damaged: its contents do not have the checksum that it names")
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return Container(path, size, entries, metadata, flat)
+
+
+def parse_metadata(container: Container, key: str) -> dict[str, Any]:
+    """A metadata string that is a JSON object; empty if it is not there."""
+    return _parse(container.metadata.get(key, "{}").encode(), key)
+
+
+def _parse(text: bytes, what: str) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) != len(pairs):
+            raise ValueError("a name stands twice")
+        return dict(pairs)
+
+    try:
+        parsed = json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is damaged, or no safetensors file: {what} is not JSON ({_short(error)})") from None
+    if not isinstance(parsed, dict):
+        raise ValueError(f"is damaged, or no safetensors file: {what} is not a JSON object")
+    return parsed
+
+
+def _check_version(metadata: Mapping[str, str]) -> None:
+    version = metadata.get("spartan.version")
+    if version is None:
+        raise ValueError(
+            "was not written by spartan.save: it has no spartan metadata (a plain safetensors file is read by "
+            "safetensors.torch.load_file)"
+        )
+    if not (version.isascii() and version.isdigit() and len(version) < 9) or int(version) < 1:
+        raise ValueError(f"is damaged: the format version {_short(version)} is no number")
+    if int(version) > VERSION:
+        raise ValueError(f"has format version {version}, and this library reads up to {VERSION}: install a newer one")
+
+
+def _entries(header: Mapping[str, Any], size: int) -> dict[str, Entry]:
+    """Every tensor's place; together they fill the data without holes or overlaps."""
+    entries = {}
+    for name, item in header.items():
+        try:
+            dtype, shape, (begin, end) = DTYPES[item["dtype"]], tuple(item["shape"]), item["data_offsets"]
+            if not (type(begin) is type(end) is int) or end - begin != count_of(shape) * dtype.itemsize:
+                raise ValueError("its size is not that of its shape")
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"is damaged: the header's {_short(name)} is malformed ({_short(error)})") from None
+        entries[name] = Entry(dtype, shape, begin, end)
+    place = 0
+    for name, entry in sorted(entries.items(), key=lambda pair: (pair[1].begin, pair[1].end)):
+        if entry.begin != place:
+            raise ValueError(f"is damaged: {_short(name)} begins at byte {entry.begin:,} of the data, not at {place:,}")
+        place = entry.end
+    if place != size:
+        what = "cut off" if place > size else "damaged"
+        raise ValueError(f"is {what}: the header claims {place:,} bytes of data, and the file has {size:,}")
+    return entries
+
+
+def _check_digest_field(text: bytes, metadata: Mapping[str, str]) -> None:
+    digest = metadata.get("spartan.sha256", "")
+    if len(digest) != 64 or text.count((_SHA256 + digest).encode(errors="replace")) != 1:
+        raise ValueError("is damaged: it has no checksum")
+
+
+def _check_machine() -> None:
+    if sys.byteorder != "little":
+        raise RuntimeError("packed files are little-endian, and this machine is not; unpack them on another one")
+
+
+def _short(what: object) -> str:
+    """Text of a file's, fit for an error message."""
+    text = ascii(what) if not isinstance(what, Exception) else str(what)
+    return text if len(text) <= 80 else text[:77] + "..."
