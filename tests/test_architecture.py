@@ -13,17 +13,19 @@ ROOT = Path(spartan.__file__).parent
 
 # From the bottom up; a module may import from layers below its own, and from its own.
 LAYERS = [
-    {"ops.parts", "ops.select", "ops.soft_topk", "ops"},
-    {"targets", "patterns", "schedules", "flop_count"},
+    {"ops.parts", "ops.select", "ops.soft_topk", "ops.rows", "ops"},
+    {"kernels"},
+    {"targets", "patterns", "heads", "schedules", "flop_count"},
     {"costs"},
     {"budgets"},
     {"groups"},
+    {"fast", "watch"},
     {"methods.base", "methods.registry", "methods"},
-    {"masters", "run", "ledger", "stats", "checkpoint", "oneshot"},
+    {"masters", "run", "ledger", "stats", "checkpoint", "portable", "oneshot"},
     {"wrap"},
     {"sparsifier"},
     {""},
-    {"training", "report"},
+    {"training", "report", "export"},
     {"cli"},
     {"__main__"},
 ]
@@ -35,8 +37,12 @@ def module_name(path: Path) -> str:
 
 
 def layer(name: str) -> int:
-    if name.startswith(("methods.", "training.", "report.")) and name not in {"methods.base", "methods.registry"}:
-        name = name.partition(".")[0]
+    parts = name.partition(".")
+    if parts[0] in {"methods", "kernels", "training", "report", "export"} and name not in {
+        "methods.base",
+        "methods.registry",
+    }:
+        name = parts[0]
     return next(i for i, names in enumerate(LAYERS) if name in names)
 
 

@@ -98,22 +98,39 @@ def test_a_fused_run_resumes(method: str, stop: int, fuse: Any) -> None:
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("method", ["spartan", "topkast", "imp"])
+@pytest.mark.parametrize("method", ["spartan", "topkast", "imp", "static", "rigl-often", "set-often", "acdc"])
 @pytest.mark.parametrize("stop", [4, 11])
-def test_a_fused_run_goes_on_separately(method: str, stop: int, fuse: Any) -> None:
+@pytest.mark.parametrize("on", [True, False], ids=["to separate", "to fused"])
+def test_a_run_moves_between_fused_and_separate(method: str, stop: int, on: bool, fuse: Any) -> None:
     """A state is by parameter name, so a run may move between an accelerator and a CPU."""
-    fuse(True)
-    model, optimizers, sparsifier = build(method)
+    fuse(on)
+    model, optimizers, sparsifier = build(METHODS[method])
     train(model, optimizers, range(stop))
     states = copy.deepcopy((model.state_dict(), optimizers[0].state_dict(), sparsifier.state_dict()))
-    fuse(False)
-    again, optimizers_again, sparsifier_again = build(method)
+    fuse(not on)
+    again, optimizers_again, sparsifier_again = build(METHODS[method])
     for part, state in zip((again, optimizers_again[0], sparsifier_again), states, strict=True):
         part.load_state_dict(state)  # type: ignore[attr-defined]
     train(model, optimizers, range(stop, STEPS))
     train(again, optimizers_again, range(stop, STEPS))
     for p, q in zip(model.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("on", [True, False], ids=["to separate", "to fused"])
+def test_learned_values_move_between_fused_and_separate(on: bool, fuse: Any) -> None:
+    """What the method learned moves too; what the optimizer knows about it does not (it counts parameters)."""
+    fuse(on)
+    model, optimizers, sparsifier = build("movement")
+    train(model, optimizers, range(6))
+    fuse(not on)
+    again, _, sparsifier_again = build("movement")
+    again.load_state_dict(model.state_dict())
+    sparsifier_again.load_state_dict(sparsifier.state_dict())
+    for name, mask in sparsifier.masks().items():
+        assert torch.equal(mask, sparsifier_again.masks()[name])
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("method", ["spartan", "topkast", "imp"])

@@ -2,6 +2,7 @@
 
 from spartan.costs import Flops, Params
 from spartan.flop_count import flops
+from spartan.heads import Heads
 from spartan.methods import Methods, package
 from spartan.methods.dense import Dense
 from spartan.methods.imp import IMP
@@ -9,7 +10,7 @@ from spartan.methods.spartan import Spartan
 from spartan.methods.topkast import TopKAST
 from spartan.oneshot import prune
 from spartan.ops import hard_topk, soft_topk
-from spartan.patterns import Block, Unstructured
+from spartan.patterns import NM, Block, Channel, Unstructured
 from spartan.schedules import constant, cosine, cubic, linear
 from spartan.sparsifier import Sparsifier
 
@@ -20,9 +21,12 @@ methods: Methods = package
 
 __all__ = [
     "IMP",
+    "NM",
     "Block",
+    "Channel",
     "Dense",
     "Flops",
+    "Heads",
     "Params",
     "Sparsifier",
     "Spartan",

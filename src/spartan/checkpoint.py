@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor
 
 from spartan.groups import Group
 from spartan.masters import DenseMaster, FrozenMaster, Master
+from spartan.ops.rows import RowDual, RowThreshold
 from spartan.ops.select import Threshold
 from spartan.ops.soft_topk import Dual
+from spartan.portable import by_target, for_group
 from spartan.schedules import Moment
 
 FORMAT = 1
@@ -28,10 +30,10 @@ def pack(settings: Mapping[str, Any], at: Moment, groups: Sequence[Group], maste
         "weights": {t.name: state for m in masters for t, state in zip(m.targets, m.state(), strict=True)},
         "groups": [
             {
-                "threshold": None if g.threshold is None else asdict(g.threshold),
-                "dual": None if g.dual is None else asdict(g.dual),
-                "tensors": dict(g.tensors),
-                "learned": {name: p.detach() for name, p in g.learned.items()},
+                "threshold": _plain(g.threshold),
+                "dual": _plain(g.dual),
+                "tensors": by_target(g, g.tensors),
+                "learned": by_target(g, {name: p.detach() for name, p in g.learned.items()}),
             }
             for g in groups
         ],
@@ -67,26 +69,49 @@ def check(state: Mapping[str, Any], settings: Mapping[str, Any], groups: Sequenc
                 f"the state was saved with {key}={state['settings'].get(key)!r}; this sparsifier has {key}={value!r}"
             )
     for group, of in zip(groups, state["groups"], strict=True):
-        if of["learned"].keys() != group.learned.keys():
-            raise ValueError(
-                f"the state has learned parameters {list(of['learned'])}, the method {list(group.learned)}"
-            )
+        learned = by_target(group, {name: p.detach() for name, p in group.learned.items()})
+        if of["learned"].keys() != learned.keys():
+            raise ValueError(f"the state has learned parameters {list(of['learned'])}, the method {list(learned)}")
 
 
-def unpack(
-    state: Mapping[str, Any], at: Moment, groups: Sequence[Group], masters: Sequence[Master]
-) -> tuple[Moment, list[Master]]:
-    """The moment and the masters of a checked state; the groups are filled in place."""
+def restore_weights(state: Mapping[str, Any], at: Moment, masters: Sequence[Master]) -> tuple[Moment, list[Master]]:
+    """The moment and the masters of a checked state."""
     found = [_master(master, state["weights"]) for master in masters]
-    with torch.no_grad():
-        for group, of in zip(groups, state["groups"], strict=True):
-            device = group.targets[0].parameter.device
-            group.threshold = None if of["threshold"] is None else Threshold(**of["threshold"])
-            group.dual = None if of["dual"] is None else Dual(**of["dual"])
-            group.tensors = {name: t.to(device, copy=True) for name, t in of["tensors"].items()}
-            for name, parameter in group.learned.items():
-                parameter.copy_(of["learned"][name])
     return replace(at, step=int(state["step"]), seed=int(state["seed"])), found
+
+
+@torch.no_grad()
+def restore_groups(state: Mapping[str, Any], groups: Sequence[Group]) -> None:
+    """Fill the groups with what a checked state says of them."""
+    for group, of in zip(groups, state["groups"], strict=True):
+        device = group.targets[0].parameter.device
+        group.go_on_from(_threshold(of["threshold"]), _dual(of["dual"], device))
+        group.tensors = for_group(group, of["tensors"])
+        learned = for_group(group, of["learned"])
+        for name, parameter in group.learned.items():
+            parameter.copy_(learned[name])
+
+
+def _plain(solved: Threshold | Dual | RowDual | None) -> dict[str, Any] | None:
+    """What was solved as numbers and tensors by name."""
+    if isinstance(solved, (Threshold, Dual)) and not isinstance(solved, RowThreshold):
+        solved = solved.host()
+    return None if solved is None else {f.name: getattr(solved, f.name) for f in fields(solved)}
+
+
+def _threshold(saved: Mapping[str, Any] | None) -> Threshold | None:
+    if saved is None:
+        return None
+    return RowThreshold(**saved) if "m" in saved else Threshold(**saved)
+
+
+def _dual(saved: Mapping[str, Any] | None, device: torch.device) -> Dual | RowDual | None:
+    if saved is None:
+        return None
+    if "m" not in saved:
+        return Dual(**saved)
+    rows = {key: saved[key].to(device, copy=True) for key in ("center", "offset")}
+    return RowDual(**{**saved, **rows})
 
 
 def _master(master: Master, saved: Mapping[str, Mapping[str, Tensor]]) -> Master:

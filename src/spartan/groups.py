@@ -5,17 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from spartan.budgets import Budget, check_sparsity, divide
 from spartan.costs import Cost, Params, as_cost
+from spartan.ops import rows
 from spartan.ops.parts import Part, Parts
+from spartan.ops.rows import RowDual, RowSoftMask, RowThreshold
 from spartan.ops.select import Boundary, Threshold, boundary
-from spartan.ops.soft_topk import Dual, Init, sinkhorn, solve
-from spartan.patterns import Pattern, Unstructured, check_pattern, magnitude
+from spartan.ops.soft_topk import Dual, Init, SoftMask, pull_ratio, sinkhorn, solve
+from spartan.patterns import NM, Pattern, Unstructured, check_pattern, magnitude
 from spartan.targets import Target, find_targets, unwrap
+
+if TYPE_CHECKING:  # Triton is imported where it runs
+    from spartan.kernels.engine import Engine
+    from spartan.kernels.frozen_engine import FrozenEngine
+    from spartan.kernels.topk import TopK
 
 
 @dataclass(eq=False)
@@ -36,9 +44,12 @@ class Group:
     fused: bool = False  # one tensor over all targets; every weight must be a unit, of the same cost
     k: float = math.nan
     threshold: Threshold | None = None
-    dual: Dual | None = None
+    dual: Dual | RowDual | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     learned: dict[str, nn.Parameter] = field(default_factory=dict)
+    engine: Engine | None = None  # its kernels, where they run
+    frozen_engine: FrozenEngine | None = None  # those of finetuning
+    path: str = "plain torch"  # which of the two does the work, and why
 
     def __post_init__(self) -> None:
         self.total = math.fsum(c * t.numel for c, t in zip(self.prices, self.targets, strict=True))
@@ -47,6 +58,7 @@ class Group:
         if self.fused:
             shapes, prices = [(sum(t.numel for t in self.targets),)], self.prices[:1]
         self.shapes = shapes
+        self._scores_topk: TopK | None = None
         self.sizes = [self.pattern.unit_size(s) for s in shapes]  # entries per unit
         self.unit_costs = [c * n for c, n in zip(prices, self.sizes, strict=True)]
         self.units = [math.prod(s) // n for s, n in zip(shapes, self.sizes, strict=True)]
@@ -67,11 +79,14 @@ class Group:
 
     def scores(self, thetas: Sequence[Tensor]) -> list[Tensor]:
         """u = v/c of every unit, flat, one tensor per target; differentiable in θ."""
+        exact = self.engine.scores() if self.engine is not None and self.engine.has(thetas) else None
+        if exact is not None and not (torch.is_grad_enabled() and any(t.requires_grad for t in thetas)):
+            return exact
         found = []
         for theta, factor in zip(thetas, self.factors, strict=True):
             u = self.pattern.reduce(magnitude(theta))
             found.append(u if factor == 1.0 else u * factor)
-        return found
+        return found if exact is None else [Rounded.apply(u, like) for u, like in zip(found, exact, strict=True)]
 
     def parts(self, scores: Sequence[Tensor]) -> Parts:
         """The units as the solvers read them.
@@ -86,21 +101,113 @@ class Group:
         costs = [torch.full_like(x, c, dtype=torch.float64) for x, c in zip(scores, self.unit_costs, strict=True)]
         return [Part(u, torch.cat(costs))]
 
+    def budget(self, grown: float) -> float:
+        """What the group may cost when the sparsity has grown to that fraction of the final one."""
+        density = 1.0 - self.sparsity * grown
+        if isinstance(self.pattern, NM):
+            density = self.pattern.n_at(density) / self.pattern.m
+        return self.total * density
+
+    def top(self, thetas: Sequence[Tensor], k: float) -> Threshold:
+        """The threshold of the units of largest magnitude that fit a budget."""
+        if self.engine is not None and self.engine.has(thetas):
+            return self.engine.choose(k, None)[0]
+        return self.select(self.scores(thetas), k)
+
+    def soft_top(self, thetas: Sequence[Tensor], k: float, beta: float) -> tuple[Threshold, Dual | RowDual]:
+        """The same, and the soft top-k mask of the magnitudes."""
+        if self.engine is not None and self.engine.has(thetas):
+            threshold, dual = self.engine.choose(k, beta)
+            assert dual is not None
+            return threshold, dual
+        scores = self.scores(thetas)
+        edge = self.boundary(scores, k)
+        return edge.threshold, self.solve(scores, k, beta, start=edge)
+
+    def solution(self) -> tuple[Threshold | None, Dual | RowDual | None]:
+        """The threshold and the dual as they are now, to go back to."""
+        threshold, dual = self.threshold, self.dual
+        if self.engine is not None:
+            threshold = None if threshold is None else threshold.host()
+            dual = dual.host() if isinstance(dual, Dual) else dual
+        return threshold, dual
+
+    def go_on_from(self, threshold: Threshold | None, dual: Dual | RowDual | None) -> None:
+        """Take over masks that were saved."""
+        if self.engine is not None and threshold is not None and not isinstance(dual, RowDual):
+            threshold, dual = self.engine.restore(threshold, dual)
+        self.threshold, self.dual = threshold, dual
+
     def boundary(self, scores: Sequence[Tensor], k: float) -> Boundary:
-        """Where a budget runs out, going through the units from the highest score down."""
+        """Where a budget runs out, going through the units from the highest score down.
+
+        With N:M, where every m units have a budget of their own, it is n of each, rounded down to whole units.
+        """
+        if isinstance(self.pattern, NM):
+            m = self.pattern.m
+            n = min(m, math.floor(m * k / self.total + 1e-9))
+            threshold = RowThreshold.of(n, m, cost=self.total * n / m)
+            return Boundary(threshold, 0.0, math.inf, math.inf)
+        if self._by_kernels(scores):
+            return Boundary(self._topk().select(scores, k), 0.0, math.inf, math.inf)
         return boundary(self.parts(scores), k)
+
+    def _by_kernels(self, scores: Sequence[Tensor]) -> bool:
+        return self.engine is not None and all(u.dtype == torch.float32 and u.is_contiguous() for u in scores)
+
+    def _topk(self) -> TopK:
+        """The kernels' top-k over any scores."""
+        if self._scores_topk is None:
+            from spartan.kernels.topk import TopK
+
+            self._scores_topk = TopK(self.units, self.unit_costs, None, self.targets[0].parameter.device)
+        return self._scores_topk
 
     def select(self, scores: Sequence[Tensor], k: float) -> Threshold:
         """The threshold of the units of highest score that fit a budget."""
         return self.boundary(scores, k).threshold
 
-    def solve(self, scores: Sequence[Tensor], k: float, beta: float, start: Boundary) -> Dual:
-        """The soft top-k mask of the scores."""
+    def solve(self, scores: Sequence[Tensor], k: float, beta: float, start: Boundary) -> Dual | RowDual:
+        """The soft top-k mask of the scores; with N:M one of every m units."""
+        if isinstance(start.threshold, RowThreshold):
+            n, m = start.threshold.n, start.threshold.m
+            # On an accelerator a copy costs less than a launch per target and pass.
+            whole = scores if scores[0].device.type == "cpu" else [torch.cat(list(scores))]
+            found = [rows.solve(u.reshape(-1, m), n, beta) for u in whole]
+            center, offset = (torch.cat([each[i] for each in found]) for i in (0, 1))
+            return RowDual(beta, center, offset, m, rows.PASSES[center.dtype])
+        if self._by_kernels(scores):
+            return self._topk().soft(scores, k, beta)
         return solve(self.parts(scores), k, beta, start=start)
 
     def sinkhorn(self, scores: Sequence[Tensor], k: float, beta: float, init: Init) -> Dual:
         """The same by the paper's iteration."""
         return sinkhorn(self.parts(scores), k, beta, init=init)
+
+    def masks(self, scores: Iterable[Tensor]) -> list[Tensor]:
+        """The solved soft mask of each target's units, without a gradient."""
+        assert self.dual is not None
+        if not isinstance(self.dual, RowDual):
+            return [self.dual.mask(u) for u in scores]
+        found, start = [], 0
+        for u in scores:
+            found.append(self.dual.mask(u, start))
+            start += u.numel()
+        return found
+
+    def soft_masks(self, scores: Sequence[Tensor]) -> list[Tensor]:
+        """The same, differentiable in the scores."""
+        if isinstance(self.dual, RowDual):
+            return list(RowSoftMask.apply(self.dual, *scores))
+        return list(SoftMask.apply(self.dual, self.unit_costs, *scores))
+
+    def pull_back(self, grads: Sequence[Tensor], slopes: Sequence[Tensor]) -> list[Tensor]:
+        """c·a₁/a₂ of each target's units: how far the budget pulls them back, from ∂L/∂m and m(1−m) of every unit."""
+        if isinstance(self.pattern, NM):
+            m = self.pattern.m
+            return [rows.pull_rows(g, s, m) for g, s in zip(grads, slopes, strict=True)]
+        ratio = pull_ratio(grads, slopes, self.unit_costs)
+        return [(ratio * c).to(g.dtype) for g, c in zip(grads, self.unit_costs, strict=True)]
 
     def keep(self, scores: Iterable[Tensor], threshold: Threshold) -> list[Tensor]:
         """Bool per unit: what a threshold keeps of each target."""
@@ -113,6 +220,20 @@ class Group:
     def expand(self, units: Iterable[Tensor]) -> list[Tensor]:
         """One entry per unit, spread over each tensor's shape."""
         return [self.pattern.expand(x, s) for x, s in zip(units, self.shapes, strict=True)]
+
+
+class Rounded(torch.autograd.Function):
+    """The same numbers as another computation rounds them, with the gradient of this one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, like: Tensor) -> Tensor:
+        """`like`."""
+        return like.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """That of x."""
+        return grads[0], None
 
 
 @dataclass(frozen=True)
@@ -145,7 +266,7 @@ def make_plan(
     targets = find_targets(model, include, exclude)
     for target in targets:
         try:
-            pattern.unit_size(target.shape)
+            pattern.check(target.shape, target.owner)
         except ValueError as error:
             raise ValueError(
                 f"pattern: {error} of {target.name}; leave that layer dense with exclude=[{target.name!r}]"
@@ -165,6 +286,8 @@ def make_plan(
                 f"but the targets have only {weights}; the sparsity must stay under {weights / counted:.6f}"
             )
         sparsity = sparsity * counted / weights
+    if isinstance(pattern, NM):
+        sparsity = _check_nm(pattern, sparsity, cost, budget, weights / counted)
     prices = cost.per_parameter(model, targets)
     costs = [c * t.numel for c, t in zip(prices, targets, strict=True)]
     groups = []
@@ -172,6 +295,31 @@ def make_plan(
         mine, c = [targets[i] for i in members], [prices[i] for i in members]
         groups.append(Group(mine, pattern, c, cost.value_power, s, index, fused=_should_fuse(mine, c, pattern)))
     return Plan(groups, counted, untouched, math.fsum(costs) + untouched)
+
+
+def _check_nm(pattern: NM, sparsity: float, cost: Cost, budget: Budget, share: float) -> float:
+    """The sparsity of the targets, exactly; errors for what would ask another one of some of them.
+
+    `share` is the targets' share of what is counted.
+    """
+    if budget not in ("global", "uniform"):
+        raise ValueError(
+            f"budget={budget!r} with pattern={pattern!r}: every {pattern.m} weights have a budget of their own, so no "
+            'layer can be sparser than another; leave the budget out, or pass "uniform"'
+        )
+    if cost.value_power != 1.0:
+        raise ValueError(
+            f"cost: value_power={cost.value_power:g} with pattern={pattern!r}: weights compete only with others of the "
+            "same cost, so that a value power has nothing to weigh; leave it out"
+        )
+    if abs(sparsity - pattern.sparsity) > 1e-6:
+        asked = "" if share == 1.0 else f' of all parameters, {sparsity:.6g} of the targets (count="model"),'
+        raise ValueError(
+            f"sparsity={sparsity * share:.6g}{asked} with pattern={pattern!r}, which keeps {pattern.n} of every "
+            f"{pattern.m}; pass sparsity={pattern.sparsity * share:.10g}"
+            + ("" if share == 1.0 else ' or count="targets"')
+        )
+    return pattern.sparsity
 
 
 def _should_fuse(targets: Sequence[Target], prices: Sequence[float], pattern: Pattern) -> bool:

@@ -41,12 +41,12 @@ def gather(targets: Sequence[Target], tensors: Sequence[Tensor]) -> Tensor:
         if target.dense_stride is None:
             flat.append(tensor.reshape(-1))
         else:
-            like = tensor if tensor.stride() == target.dense_stride else _like_parameter(target, tensor)
+            like = tensor if tensor.stride() == target.dense_stride else like_parameter(target, tensor)
             flat.append(like.as_strided((target.numel,), (1,)))
     return torch.cat(flat)
 
 
-def _like_parameter(target: Target, tensor: Tensor) -> Tensor:
+def like_parameter(target: Target, tensor: Tensor) -> Tensor:
     """The same tensor with its memory in the order of the parameter's."""
     stride = target.parameter.stride()
     return torch.empty_strided(target.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -133,7 +133,7 @@ class FrozenMaster:
         views = lay_out(self.targets, self._spread(self.theta))
         for j in which:
             views[j] = self.targets[j].parameter.detach()
-        self.theta = gather(self.targets, views).reshape(-1)[self.index]
+        self.theta.copy_(gather(self.targets, views).reshape(-1)[self.index])
 
     def snapshot(self) -> Tensor:
         """θ as it is now, to go back to."""
@@ -141,7 +141,7 @@ class FrozenMaster:
 
     def restore(self, theta: Tensor) -> None:
         """Go back to a snapshot."""
-        self.theta = theta
+        self.theta.copy_(theta)
 
     def weights(self) -> list[Tensor]:
         """w = θ · mask of each target."""

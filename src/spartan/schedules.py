@@ -46,6 +46,25 @@ class Schedule:
         return f"constant({self.end:g})" if self.shape == "constant" else f"{self.shape}({self.start:g}, {self.end:g})"
 
 
+@dataclass(frozen=True)
+class Delayed(Schedule):
+    """A schedule that begins only after a fraction `wait` of the time."""
+
+    wait: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.wait < 1:
+            raise ValueError(f"a schedule's wait={self.wait!r} is not a fraction of the time; it must lie in [0, 1)")
+
+    def at(self, progress: float) -> float:
+        """The value at a progress between 0 and 1."""
+        return super().at((progress - self.wait) / (1.0 - self.wait))
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()} after {self.wait:g}"
+
+
 def linear(start: float, end: float) -> Schedule:
     """From start to end at an even pace."""
     return Schedule(float(start), float(end), "linear")
@@ -59,6 +78,11 @@ def cosine(start: float, end: float) -> Schedule:
 def cubic(start: float, end: float) -> Schedule:
     """From start to end, fast at first: 1 − (1 − x)³, the pruning schedule of Zhu & Gupta (2018)."""
     return Schedule(float(start), float(end), "cubic")
+
+
+def delayed(schedule: Schedule, wait: float) -> Schedule:
+    """The same schedule, begun only after a fraction of the time: until then it is at its start."""
+    return Delayed(schedule.start, schedule.end, schedule.shape, wait=float(wait))
 
 
 def constant(value: float) -> Schedule:

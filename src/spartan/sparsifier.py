@@ -23,9 +23,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from spartan import checkpoint
 from spartan.budgets import Budget
 from spartan.costs import Cost, Flops, as_cost
+from spartan.fast import check_kernels
 from spartan.groups import make_plan
 from spartan.ledger import Ledger
-from spartan.methods import as_method
+from spartan.methods import as_method, check_together
 from spartan.methods.base import Method
 from spartan.patterns import Pattern
 from spartan.run import Run
@@ -47,7 +48,8 @@ class Sparsifier:
         sparsity: fraction of the counted weights (with a cost: of the cost) that is gone at the end, in [0, 1).
         total_steps: optimizer steps of the whole run.
         method: a name (`spartan.methods()` lists them) or a method object.
-        pattern: the unit that lives or dies together: `Unstructured()` (default) or `Block(h, w)`.
+        pattern: the unit that lives or dies together: `Unstructured()` (default), `Block(h, w)`, `Channel()` or
+            `NM(n, m)`.
         cost: what a parameter costs: `Params()` (default), `Flops(example_inputs)`, or {glob: cost per parameter}.
         budget: "global", "uniform", "erk" or {glob: sparsity}; None is the method's own.
         include: globs over parameter names; None is every Linear, Conv*d and MultiheadAttention weight.
@@ -55,6 +57,7 @@ class Sparsifier:
         warmup: fraction of total_steps over which the sparsity grows; None is the method's own.
         finetune: fraction of total_steps, at the end, with the mask fixed; None is the method's own.
         count: "targets", or "model": biases and norms count too, and the targets get sparser to make up for it.
+        kernels: "auto" (Triton on a CUDA device, plain torch elsewhere), "torch" or "triton".
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
@@ -84,6 +87,7 @@ class Sparsifier:
         warmup: float | None = None,
         finetune: float | None = None,
         count: str = "targets",
+        kernels: str = "auto",
     ) -> None:
         self.model = model
         self.method = as_method(method)
@@ -93,10 +97,12 @@ class Sparsifier:
             self.method.finetune if finetune is None else finetune,
             seed=int(torch.randint(1 << 31, ()).item()),
         )
-        budget = self.method.budget if budget is None else budget
+        if budget is None:
+            budget = getattr(pattern, "budget", None) or self.method.budget
         plan = make_plan(
             model, sparsity, pattern=pattern, cost=cost, budget=budget, include=include, exclude=exclude, count=count
         )
+        check_together(self.method, plan.groups[0].pattern)
         self._flops = isinstance(cost, Flops)
         self._targets = [target for group in plan.groups for target in group.targets]
         for target in self._targets:
@@ -117,7 +123,7 @@ class Sparsifier:
             "warmup_steps": at.warmup_steps,
             "freeze_step": at.freeze_step,
         }
-        self._run = Run(plan, self.method, at)
+        self._run = Run(plan, self.method, at, check_kernels(kernels))
         # Nothing of the model has been touched up to here, so a bad argument changes nothing.
         self._ledger = Ledger(self._targets)
         for target in self._targets:
@@ -162,7 +168,7 @@ class Sparsifier:
         """Turn the gradients for w in `.grad` into gradients for θ, once per step.
 
         Needed only before clipping or logging gradients; `optimizer.step()` does it otherwise. The map is linear, so
-        accumulated and loss-scaled gradients are fine.
+        accumulated and loss-scaled gradients are fine (a method with a penalty of its own wants them unscaled).
         """
         self._alive("backward")
         self._run.check_model()
@@ -175,6 +181,7 @@ class Sparsifier:
     def _step(self, optimizer: Optimizer, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """What `optimizer.step()` does now."""
         self._alive("optimizer.step")
+        self._run.watch.look()
         if self.method.identity:
             result = inner() if closure is None else inner(closure)
             self._after(optimizer)
@@ -183,6 +190,11 @@ class Sparsifier:
 
         def ready() -> None:
             """Gradients for θ, and finite ones, unless a loss scaler is there to skip the update."""
+            if getattr(optimizer, "grad_scale", None) is not None and not self.method.linear:
+                raise RuntimeError(
+                    f"{self.method!r} adds a penalty to the gradients, which must not be scaled: call "
+                    "scaler.unscale_(optimizer) before scaler.step(optimizer)"
+                )
             self.backward()
             if getattr(optimizer, "found_inf", None) is None:
                 run.check_gradients(mine)
@@ -227,6 +239,7 @@ class Sparsifier:
             self._run.choose()
         finally:
             self._run.write()  # whatever happens, the model holds w
+        self._run.watch.send(self._run.at.step)
 
     @contextmanager
     def dense_weights(self) -> Iterator[None]:
@@ -266,6 +279,7 @@ class Sparsifier:
     def finalize(self) -> None:
         """End training: drop θ and leave an ordinary sparse model. `optimizer.step()` raises from then on."""
         self._alive("finalize")
+        self._run.watch.look(wait=True)
         self._run.check_model()
         at = self._run.at
         sparse_at = {"never": 0, "finetune": at.freeze_step}.get(self.method.sparse_from, at.warmup_steps)
@@ -301,17 +315,18 @@ class Sparsifier:
     def progress(self) -> dict[str, Any]:
         """The part of `stats` that costs nothing to read: what is asked for, what is kept, how the mask was solved.
 
-        Densities are fractions of the whole cost here.
+        Densities are fractions of the whole cost here. On an accelerator some of it is still on the device, as tensors.
         """
         run = self._run
         groups, duals = run.plan.groups, [g.dual for g in run.plan.groups if g.dual is not None]
         kept = sum(math.nan if g.threshold is None else g.threshold.cost for g in groups) + run.plan.untouched
+        unknown = not isinstance(kept, Tensor) and math.isnan(kept)
         return {
             "target_density": (sum(g.k for g in groups) + run.plan.untouched) / run.plan.total,
-            "density": None if math.isnan(kept) else kept / run.plan.total,
+            "density": None if unknown else kept / run.plan.total,
             "beta": self.method.beta_at(groups[0], run.at),
             "mu": duals[0].mu if len(duals) == 1 else None,
-            "passes": max((d.passes for d in duals), default=0),
+            "passes": _most([d.passes for d in duals]),
         }
 
     def layers(self) -> list[Layer]:
@@ -332,13 +347,14 @@ class Sparsifier:
         return self._run.mask_histogram(bins)
 
     def __repr__(self) -> str:
-        return describe(self.method, self.settings, self.stats, self.layers())
+        return describe(self.method, self.settings, self.stats, self.layers(), self._run.path())
 
     # ------------------------------------------------------------------ saving
 
     def state_dict(self) -> dict[str, Any]:
         """θ by parameter name, the step and all else that a bit-identical resume needs; tensors are not copied."""
         self._alive("state_dict")
+        self._run.watch.look(wait=True)
         state = checkpoint.pack(self.settings, self._run.at, self._run.plan.groups, self._run.masters)
         return {**state, "round": sorted(self._round)}
 
@@ -348,7 +364,15 @@ class Sparsifier:
         run = self._run
         run.check_same_tensors()
         checkpoint.check(state, self.settings, run.plan.groups)
-        run.at, run.masters = checkpoint.unpack(state, run.at, run.plan.groups, run.masters)
+        run.at, run.masters = checkpoint.restore_weights(state, run.at, run.masters)
+        run.attach_kernels()
+        checkpoint.restore_groups(state, run.plan.groups)
         self._round = set(state["round"])
         run.set_budgets()
         run.write()
+
+
+def _most(passes: list[int | Tensor]) -> int | Tensor:
+    """The largest; on the device if they are there."""
+    tensors = [p for p in passes if isinstance(p, Tensor)]
+    return torch.stack(tensors).max() if tensors else max((p for p in passes if not isinstance(p, Tensor)), default=0)

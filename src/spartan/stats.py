@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spartan.groups import Plan
+from spartan.groups import Group, Plan
 from spartan.methods.base import Method
+from spartan.ops.rows import RowThreshold
 from spartan.schedules import Moment, Phase
 
 # One number where all targets compete; one per group where the budget divides them.
@@ -21,7 +22,7 @@ class Stats:
 
     `density` counts the weights in kept units, `cost` what they cost; `target_density` and `target_cost` are what the
     schedule asks for now, the former as a fraction of the whole cost. `beta`, `mu`, `threshold` and `passes` belong to
-    the masks in use.
+    the masks in use; with N:M every few weights have a μ and a threshold of their own, and these two are None.
     """
 
     step: int
@@ -52,10 +53,18 @@ class Stats:
             cost=math.fsum(n * c for n, c in zip(kept, costs, strict=True)) + plan.untouched,
             target_cost=asked,
             beta=method.beta_at(groups[0], at),
-            mu=_per_group([None if d is None else d.mu for d in duals]),
-            threshold=_per_group([None if g.threshold is None else g.threshold.value for g in groups]),
-            passes=max((d.passes for d in duals if d is not None), default=0),
+            mu=_per_group([None if d is None or d.mu is None else float(d.mu) for d in duals]),
+            threshold=_per_group([_level(g) for g in groups]),
+            passes=max((int(d.passes) for d in duals if d is not None), default=0),
         )
+
+
+def _level(group: Group) -> float | None:
+    """The score above which units are kept, where there is one for the whole group."""
+    if group.threshold is None or isinstance(group.threshold, RowThreshold):
+        return None
+    value = float(group.threshold.value)
+    return None if value == math.inf else value  # inf: masks are stored, and no score decides
 
 
 def _per_group(values: Sequence[float | None]) -> PerGroup:
@@ -99,7 +108,7 @@ class Layer:
         return rows
 
 
-def describe(method: Method, settings: Mapping[str, Any], stats: Stats, layers: Sequence[Layer]) -> str:
+def describe(method: Method, settings: Mapping[str, Any], stats: Stats, layers: Sequence[Layer], path: str) -> str:
     """The sparsifier in a few lines: settings, where the run stands, the sparsest and the densest layers."""
     width = max(len(layer.name) for layer in layers)
     beta = "" if stats.beta is None else f", β = {stats.beta:.4g}"
@@ -111,6 +120,7 @@ def describe(method: Method, settings: Mapping[str, Any], stats: Stats, layers: 
         f"budget {settings['budget']!r}, {len(layers)} tensors of {sum(x.parameters for x in layers):,} weights",
         f"  step {stats.step} of {settings['total_steps']} ({stats.phase}): density {stats.density:.4%}, {cost}"
         f"asked {stats.target_density:.4%}{beta}",
+        f"  by {path}",
     ]
     empty = [x.name for x in layers if x.kept == 0]
     if empty:

@@ -79,7 +79,7 @@ class Closure:
     def _follow(self) -> None:
         """The optimizer has moved within its step (LBFGS does): θ is what it put there."""
         if self._before is None:
-            states = [(g.threshold, g.dual, dict(g.tensors)) for g in self.run.plan.groups]
+            states = [(*g.solution(), dict(g.tensors)) for g in self.run.plan.groups]
             self._before = ([m.snapshot() for m in self.run.masters], states)
         self.run.check_weights(self.mine)
         self.run.take(self.mine)
@@ -93,7 +93,8 @@ class Closure:
         for master, theta in zip(self.run.masters, self._before[0], strict=True):
             master.restore(theta)
         for group, state in zip(self.run.plan.groups, self._before[1], strict=True):
-            group.threshold, group.dual, group.tensors = state
+            threshold, dual, group.tensors = state
+            group.go_on_from(threshold, dual)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], targets: Sequence[Target]) -> list[int]:

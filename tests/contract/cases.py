@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import spartan
-from spartan import Block, Flops, Sparsifier, Spartan, TopKAST, Unstructured
-from spartan.methods import Method
+from spartan import NM, Block, Channel, Flops, Sparsifier, Spartan, TopKAST, Unstructured
+from spartan.methods import SET, Method, RigL  # type: ignore[attr-defined]
 from tests.contract.kinds import LearnedScores, Regrowing, Sampled
 
 METHODS: dict[str, Method] = {entry.name: entry.cls() for entry in spartan.methods()} | {
@@ -24,11 +24,20 @@ METHODS: dict[str, Method] = {entry.name: entry.cls() for entry in spartan.metho
     "spartan-sinkhorn": Spartan(solver="sinkhorn", init="threshold"),
     "spartan-cached": Spartan(solver="sinkhorn", init="cached"),
     "topkast-sparse-backward": TopKAST(backward_sparsity=0.25),
+    # A rewiring in every other step of the contract's short runs.
+    "rigl-often": RigL(every=2, fraction=0.5),
+    "set-often": SET(every=2, fraction=0.5),
     "learned": LearnedScores(),
     "regrowing": Regrowing(),
     "sampled": Sampled(),
 }
-PATTERNS = {"unstructured": Unstructured(), "block": Block(2, 2), "rows": Block(1, -1)}
+PATTERNS = {
+    "unstructured": Unstructured(),
+    "block": Block(2, 2),
+    "rows": Block(1, -1),
+    "channel-in": Channel("in"),
+    "nm": NM(1, 2),
+}
 BUDGETS: dict[str, Any] = {"global": "global", "uniform": "uniform", "erk": "erk", "by-name": {"conv.*": 0.5}}
 COSTS = {"params": None, "flops": Flops(torch.zeros(1, 2, 6, 6, dtype=torch.float64))}
 SPARSITY, STEPS = 0.7, 12
@@ -47,6 +56,12 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.hidden(x)))
 
 
+def sparsity_of(pattern: str) -> float:
+    """N:M has one only."""
+    found = PATTERNS[pattern]
+    return found.sparsity if isinstance(found, NM) else SPARSITY
+
+
 @dataclass(frozen=True)
 class Case:
     method: str
@@ -60,7 +75,7 @@ class Case:
         model = Net().double()
         sparsifier = Sparsifier(
             model,
-            SPARSITY,
+            sparsity_of(self.pattern),
             STEPS,
             METHODS[self.method],
             pattern=PATTERNS[self.pattern],
@@ -94,8 +109,12 @@ def all_cases() -> list[Any]:
     for (m, method), (p, pattern), (b, budget), (c, cost) in itertools.product(
         enumerate(METHODS), enumerate(PATTERNS), enumerate(BUDGETS), enumerate(COSTS)
     ):
+        # Every m weights have a budget of their own; what does not go with that is refused (tests/test_nm.py).
+        if isinstance(PATTERNS[pattern], NM) and (METHODS[method].refuses_nm or budget in ("erk", "by-name")):
+            continue
         # Each method meets every pattern and every budget; patterns and budgets meet each other across methods.
         covering = ((m + p) % len(BUDGETS) == b and (m + b) % len(COSTS) == c) or (p == 0 and b == 3 and c == 0)
+        covering |= pattern == "nm" and budget == "global" and cost == "params"
         marks = [] if covering else [pytest.mark.slow]
         found.append(
             pytest.param(Case(method, pattern, budget, cost), marks=marks, id=f"{method}-{pattern}-{budget}-{cost}")

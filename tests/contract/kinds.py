@@ -99,6 +99,7 @@ class Sampled(Method):
     year = 2021
     mask_rule = "top-k of |θ| times noise"
     gradient_rule = "straight through, times the noise"
+    random = True
     needs = "random numbers"
     reference = "a test"
 

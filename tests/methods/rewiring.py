@@ -19,6 +19,13 @@ NAMES = ["conv.weight", "hidden.weight", "head.weight"]
 
 # Which of the units that are free to grow comes first: (layer, step, gradient for w summed over units) → rank.
 Growth = Callable[[int, int, Tensor], Tensor]
+# How many are dropped: (step, kept) → count.
+Count = Callable[[int, int], int]
+
+
+def cosine_down(fraction: float) -> Count:
+    """⌊f_t·kept⌋, f_t a cosine to zero where the mask is fixed."""
+    return lambda t, kept: math.floor(0.5 * fraction * (1 + math.cos(math.pi * t / END)) * kept + 1e-9)
 
 
 def units(x: Tensor, side: int) -> Tensor:
@@ -34,7 +41,7 @@ def spread(u: Tensor, like: Tensor, side: int) -> Tensor:
 
 
 def reference(
-    model: nn.Module, masks: dict[str, Tensor], every: int, fraction: float, growth: Growth, side: int
+    model: nn.Module, masks: dict[str, Tensor], every: int, dropped_at: Count, growth: Growth, side: int
 ) -> list[dict[str, Tensor]]:
     """w at every step, from 0 to T, from the weights and the masks (per unit) of the start."""
     theta = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -63,7 +70,7 @@ def reference(
             size = units(theta[n].abs(), side).tolist()
             rank = growth(i, now, units(grads[n].abs(), side)).tolist()
             active = [j for j, m in enumerate(old) if m]
-            count = math.floor(0.5 * fraction * (1 + math.cos(math.pi * now / END)) * len(active) + 1e-9)
+            count = dropped_at(now, len(active))
             dropped = set(sorted(active, key=lambda j: size[j])[:count])
             free = [j for j, m in enumerate(old) if not m or j in dropped]
             grown = sorted(free, key=lambda j: -rank[j])[:count]
@@ -76,7 +83,7 @@ def reference(
 
 
 def compare(
-    build: Callable[[nn.Module], Sparsifier], every: int, fraction: float, growth: Callable[[int], Growth], side: int
+    build: Callable[[nn.Module], Sparsifier], every: int, dropped_at: Count, growth: Callable[[int], Growth], side: int
 ) -> list[dict[str, Tensor]]:
     """Train beside the reference; what the model held at every step. `growth` is given the seed of the run."""
     torch.manual_seed(0)
@@ -85,7 +92,7 @@ def compare(
     sparsifier = build(model)
     assert sparsifier._run.at.freeze_step == END
     first = {n: units(m.double(), side) / side**2 for n, m in sparsifier.masks().items()}
-    expected = reference(straight, first, every, fraction, growth(sparsifier._run.at.seed), side)
+    expected = reference(straight, first, every, dropped_at, growth(sparsifier._run.at.seed), side)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
     sparsifier.attach(optimizer)
     seen = []

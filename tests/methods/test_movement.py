@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from spartan import Block, Flops, Sparsifier, Unstructured
 from spartan.methods.movement import Movement
-from spartan.schedules import cubic
+from spartan.schedules import linear
 from tests.contract.cases import Net, batch
 from tests.test_algorithm_3 import POSITIONS, spread, units
 
@@ -80,7 +80,7 @@ def test_thirty_steps(side: int, cost: Any) -> None:
         model,
         SPARSITY,
         T,
-        Movement(score_lr=SCORE_LR),
+        Movement(score_lr=SCORE_LR, ramp=linear(0, 1)),
         pattern=Unstructured() if side == 1 else Block(side, side),
         cost=Flops(torch.zeros(1, 2, 6, 6, dtype=torch.float64)) if cost else None,
         budget="global",
@@ -121,17 +121,40 @@ def test_equal_scores_keep_what_comes_first() -> None:
     assert (model.weight != 0).sum(1).tolist() == [8, 8, 0, 0, 0, 0, 0, 0]
 
 
-def test_the_papers_ramp() -> None:
+def test_the_papers_schedule() -> None:
+    """Dense for a tenth of the run, then a cubic until eight tenths; masks change to the end."""
+    torch.manual_seed(0)
     model = nn.Linear(20, 50)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sparsifier = Sparsifier(model, 0.8, 10, Movement(ramp=cubic(0, 1))).attach(optimizer)
-    for t in range(10):
-        kept = 1000 * (1 - 0.8 * (1 - (1 - min(1.0, t / 8)) ** 3))
-        assert int((model.weight != 0).sum()) == int(kept + 1e-6)
+    sparsifier = Sparsifier(model, 0.8, 40, Movement()).attach(optimizer)
+    masks = []
+    for t in range(40):
+        rest = 1.0 if t <= 4 else max(0.0, 1.0 - (t - 4) / 28) ** 3
+        assert int((model.weight != 0).sum()) == int(1000 * (1 - 0.8 * (1 - rest)) + 1e-6)
+        masks.append(sparsifier.masks()["weight"])
         model(torch.randn(4, 20)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert not torch.equal(masks[33], masks[39])
     sparsifier.finalize()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_the_rate_of_the_scores_does_not_matter(kind: Any) -> None:
+    """They start at zero, and only their order counts."""
+    found = []
+    for score_lr in (0.25, 4.0):  # powers of two: exactly the same order
+        torch.manual_seed(0)
+        model = Net().double()
+        optimizer = kind(model.parameters(), lr=0.01)
+        sparsifier = Sparsifier(model, 0.8, 20, Movement(score_lr=score_lr)).attach(optimizer)
+        for t in range(20):
+            x, y = batch(t)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(sparsifier.masks())
+    assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
 
 
 def test_bad_rate() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from spartan import Block, Flops, Sparsifier, Unstructured, groups
 from spartan.methods import SET, RigL  # type: ignore[attr-defined]
 from tests.contract.cases import Net, batch
-from tests.methods.rewiring import NAMES, T, compare
+from tests.methods.rewiring import NAMES, T, compare, cosine_down
 
 METHODS = {"rigl": RigL(every=3, fraction=0.5), "set": SET(every=3, fraction=0.5)}
 
@@ -29,7 +29,11 @@ def test_forty_steps(budget: str, side: int) -> None:
     pattern = Unstructured() if side == 1 else Block(2, 2)
     method = RigL(every=4, fraction=0.5)
     seen = compare(
-        lambda model: Sparsifier(model, 0.7, T, method, pattern=pattern, budget=budget), 4, 0.5, by_gradient, side
+        lambda model: Sparsifier(model, 0.7, T, method, pattern=pattern, budget=budget),
+        4,
+        cosine_down(0.5),
+        by_gradient,
+        side,
     )
     changed = [any(not torch.equal(a[n] != 0, b[n] != 0) for n in NAMES) for a, b in pairwise(seen)]
     assert changed[3]

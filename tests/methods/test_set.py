@@ -16,7 +16,7 @@ from spartan import Block, Sparsifier, Unstructured
 from spartan.methods import SET  # type: ignore[attr-defined]
 from spartan.methods.base import generator
 from spartan.schedules import Moment
-from tests.methods.rewiring import END, NAMES, T, compare
+from tests.methods.rewiring import END, NAMES, T, compare, cosine_down
 
 
 def at_random(seed: int) -> Any:
@@ -33,7 +33,11 @@ def test_forty_steps(budget: str, side: int) -> None:
     pattern = Unstructured() if side == 1 else Block(2, 2)
     method = SET(every=4, fraction=0.5)
     seen = compare(
-        lambda model: Sparsifier(model, 0.7, T, method, pattern=pattern, budget=budget), 4, 0.5, at_random, side
+        lambda model: Sparsifier(model, 0.7, T, method, pattern=pattern, budget=budget),
+        4,
+        cosine_down(0.5),
+        at_random,
+        side,
     )
     changed = [any(not torch.equal(a[n] != 0, b[n] != 0) for n in NAMES) for a, b in pairwise(seen)]
     assert changed[3]

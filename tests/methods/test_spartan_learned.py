@@ -30,7 +30,9 @@ def top_k(phi: Tensor, k: float, c: Tensor) -> Tensor:
     return keep
 
 
-def reference(model: nn.Module, side: int, cost: dict[str, float], beta_end: float) -> list[dict[str, Tensor]]:
+def reference(
+    model: nn.Module, side: int, cost: dict[str, float], beta_end: float, relative: bool
+) -> list[dict[str, Tensor]]:
     """w at every step, from 0 to T."""
     names = list(POSITIONS)
     theta = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -39,6 +41,7 @@ def reference(model: nn.Module, side: int, cost: dict[str, float], beta_end: flo
     sizes = [theta[n].numel() // side**2 for n in names]
     c = torch.cat([torch.full((s,), cost[n] * side**2, dtype=torch.float64) for n, s in zip(names, sizes, strict=True)])
     phi = torch.cat([units(theta[n].abs(), side) / side**2 for n in names])
+    unit = float(phi.mean()) if relative else 1.0
     phi_momentum = torch.zeros_like(phi)
     history: list[dict[str, Tensor]] = []
     for t in range(T + 1):
@@ -47,7 +50,7 @@ def reference(model: nn.Module, side: int, cost: dict[str, float], beta_end: flo
         if t <= FREEZE:
             k = float(c.sum()) * (1.0 - SPARSITY * min(1.0, t / W))
             keep = top_k(phi.detach(), k, c)
-            m = soft_topk(phi * c, k, 1.0 + (beta_end - 1.0) * t / FREEZE, c)
+            m = soft_topk(phi * c, k, (1.0 + (beta_end - 1.0) * t / FREEZE) / unit, c)
         if t == FREEZE:
             m = (m * keep).detach()
         w = dict(leaves)
@@ -79,17 +82,19 @@ def reference(model: nn.Module, side: int, cost: dict[str, float], beta_end: flo
         pytest.param(2, Flops, id="block-flops"),
     ],
 )
-def test_thirty_steps(side: int, cost: Any) -> None:
+@pytest.mark.parametrize("relative", [True, False])
+def test_thirty_steps(side: int, cost: Any, relative: bool) -> None:
     torch.manual_seed(0)
     model = Net().double()
-    beta_end = 30.0 * side  # √(side²)
+    beta_max = 4.0 if relative else 30.0
+    beta_end = beta_max * side  # √(side²)
     table = POSITIONS if cost else dict.fromkeys(POSITIONS, 1.0)
-    expected = reference(copy.deepcopy(model), side, table, beta_end)
+    expected = reference(copy.deepcopy(model), side, table, beta_end, relative)
     sparsifier = Sparsifier(
         model,
         SPARSITY,
         T,
-        SpartanLearned(beta=linear(1, 30)),
+        SpartanLearned(beta=linear(1, beta_max), relative=relative),
         pattern=Unstructured() if side == 1 else Block(side, side),
         cost=Flops(torch.zeros(1, 2, 6, 6, dtype=torch.float64)) if cost else None,
         warmup=W / T,
@@ -97,6 +102,7 @@ def test_thirty_steps(side: int, cost: Any) -> None:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
     sparsifier.attach(optimizer)
+    unit = float(sparsifier._run.plan.groups[0].tensors["scale"]) if relative else 1.0
     start = [phi.detach().clone() for phi in sparsifier._run.plan.groups[0].learned.values()]
     for t in range(T + 1):
         masks = sparsifier.masks()
@@ -105,7 +111,7 @@ def test_thirty_steps(side: int, cost: Any) -> None:
             torch.testing.assert_close(got, w, rtol=0, atol=1e-10, msg=f"step {t}, {name}")
             assert not got[~masks[name]].any()
         if t == FREEZE:
-            assert sparsifier.stats.beta == pytest.approx(beta_end)
+            assert sparsifier.stats.beta == pytest.approx(beta_end / unit)
         x, y = batch(t)
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()

@@ -9,7 +9,7 @@ from torch import nn
 from spartan import Block, Sparsifier, Unstructured
 from spartan.methods import Static  # type: ignore[attr-defined]
 from tests.contract.cases import Net, batch
-from tests.methods.rewiring import NAMES, T, compare
+from tests.methods.rewiring import NAMES, T, compare, cosine_down
 
 
 @pytest.mark.parametrize("budget", ["erk", "uniform"])
@@ -20,7 +20,7 @@ def test_forty_steps(budget: str, side: int) -> None:
     seen = compare(
         lambda model: Sparsifier(model, 0.7, T, Static(), pattern=pattern, budget=budget),
         T + 1,
-        0.0,
+        cosine_down(0.0),
         lambda seed: lambda layer, step, gradient: gradient,
         side,
     )

@@ -158,6 +158,25 @@ def test_a_fused_group_has_one_threshold_per_layer() -> None:
     torch.testing.assert_close(one.learned["s"].grad, fused.learned["s"].grad)
 
 
+def test_its_own_form_gets_sparse_by_the_decay_of_its_thresholds() -> None:
+    kept = []
+    for decay in (0.0, 0.5):
+        torch.manual_seed(0)
+        model = Net().double()
+        optimizer = torch.optim.SGD([{"params": list(model.parameters()), "weight_decay": 1e-4}], lr=0.1)
+        sparsifier = Sparsifier(model, SPARSITY, 30, STR(exact=False, decay=decay)).attach(optimizer)
+        assert optimizer.param_groups[-1]["weight_decay"] == decay
+        for t in range(30):
+            x, y = batch(t)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        kept.append(sum(layer.kept for layer in sparsifier.layers()))
+    assert kept[1] < 0.8 * kept[0]
+
+
 def test_bad_settings() -> None:
     with pytest.raises(ValueError, match="STR: init"):
         STR(init=math.inf)
+    with pytest.raises(ValueError, match="STR: decay=-1"):
+        STR(decay=-1.0)

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
+from spartan import NM, Block, Channel, Unstructured
+from spartan.patterns import Pattern
 from spartan.training.config import Config, RecipeError, from_dict, load_recipe, recipe_names, to_yaml
-from spartan.training.setup import lr_at
+from spartan.training.setup import build_pattern, lr_at
 
 NAMES = [
     "cifar10-resnet18",
@@ -137,3 +139,26 @@ def test_the_learning_rate() -> None:
     assert rates[30] == pytest.approx(0.55)
     assert lr_at(config, 50, 5) == pytest.approx(0.1)
     assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("unstructured", Unstructured()),
+        ("[4, 8]", Block(4, 8)),
+        ("channel", Channel()),
+        ("channel:in", Channel("in")),
+        ("nm:2:4", NM(2, 4)),
+        ("nm:1:16", NM(1, 16)),
+    ],
+)
+def test_patterns_by_name(text: str, pattern: Pattern) -> None:
+    config = load_recipe("digits", [f"pattern={text}"])
+    assert build_pattern(config) == pattern
+    assert from_dict(yaml.safe_load(to_yaml(config))) == config
+
+
+@pytest.mark.parametrize("text", ["nm", "nm:2", "nm:2:4:8", "nm:a:b", "channels", "channel:up", "block:2:2"])
+def test_unknown_patterns_are_errors(text: str) -> None:
+    with pytest.raises(RecipeError, match="pattern: .* is not accepted; accepted: unstructured, .*nm:N:M"):
+        load_recipe("digits", [f"pattern={text}"])

@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterator
 
 from spartan.methods.base import Method
-from spartan.methods.registry import Entry, as_method, entries, register
+from spartan.methods.registry import Entry, as_method, check_together, entries, register
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -32,4 +32,4 @@ class Methods(types.ModuleType):
 package: Methods = sys.modules[__name__]  # type: ignore[assignment]
 package.__class__ = Methods
 
-__all__ = ["Entry", "Method", "as_method", "entries", "register"]
+__all__ = ["Entry", "Method", "as_method", "check_together", "entries", "register"]

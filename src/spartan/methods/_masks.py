@@ -10,13 +10,21 @@ from torch import Tensor
 
 from spartan.groups import Group
 from spartan.methods.base import Method, generator, masked, masked_gradients
+from spartan.ops.select import Threshold
 from spartan.schedules import Moment
+
+# What units cost together: a number, or one that is still on the device.
+Spent = float | Tensor
 
 
 class StoredMasks(Method):
-    """Sparse from the first step: w = [kept] ⊙ θ, with the kept units of tensor i in `group.tensors["mask{i}"]`."""
+    """Sparse from the first step: w = [kept] ⊙ θ, with the kept units of tensor i in `group.tensors["mask{i}"]`.
+
+    No threshold decides what is kept; `group.threshold` tells what it costs.
+    """
 
     sparse_from = "start"
+    random = True
     budget = "erk"
     warmup = 0.0
     finetune = 0.25
@@ -24,12 +32,13 @@ class StoredMasks(Method):
     def setup(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
         """A random mask."""
         nothing = [torch.zeros(n, dtype=torch.bool, device=t.device) for n, t in zip(group.units, thetas, strict=True)]
-        self.store(group, grow(group, nothing, random_ranks(group, thetas, at)))
+        self.store(group, *grow(group, nothing, 0.0, random_ranks(group, thetas, at)))
 
-    def store(self, group: Group, masks: Sequence[Tensor]) -> None:
-        """These are the kept units now."""
+    def store(self, group: Group, masks: Sequence[Tensor], cost: Spent) -> None:
+        """These are the kept units now, and this is what they cost."""
         for i, mask in enumerate(masks):
             group.tensors[f"mask{i}"] = mask
+        group.threshold = Threshold(math.inf, cost=cost)
 
     def keep(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
         """The stored masks."""
@@ -51,8 +60,12 @@ class StoredMasks(Method):
 class Rewiring(StoredMasks):
     """Every few steps, until the mask is fixed, some of the kept units give way to others."""
 
+    refuses_nm = "it replaces a fraction of all kept weights, and with N:M each group would have to give up as many"
+
     every: int
     fraction: float
+
+    grows_from_zero = True
 
     def __post_init__(self) -> None:
         who = type(self).__name__
@@ -66,25 +79,43 @@ class Rewiring(StoredMasks):
         super().setup(group, thetas, at)
         group.tensors["rewired"] = torch.tensor(0)
 
+    def period(self, at: Moment) -> int:
+        """Steps between two updates of the mask."""
+        return self.every
+
     def updates_at(self, step: int, at: Moment) -> bool:
         """Whether the mask is rewired at this step: not at the first, nor once it is fixed."""
-        return 0 < step < at.freeze_step and step % self.every == 0
+        return 0 < step < at.freeze_step and step % self.period(at) == 0
 
     def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
         """Rewire the mask if it is time; while a warm-up lowers the budget, keep what is largest of it."""
-        kept = old = self.keep(group, thetas)
-        if at.step <= at.warmup_steps:
-            kept = fit(group, thetas, kept)
+        old = self.keep(group, thetas)
+        if 0 < at.step <= at.warmup_steps:
+            self.store(group, *fit(group, thetas, old))
         # Once per step, however often this is called; between its updates a run never looks at the tensor.
         if self.updates_at(at.step, at) and int(group.tensors["rewired"]) != at.step:
             group.tensors["rewired"] = torch.tensor(at.step)
-            kept = self.rewire(group, thetas, kept, at)
-            start_at_zero(group, thetas, old, kept)
-        self.store(group, kept)
+            kept = self.keep(group, thetas)
+            stay, cost = self.drop(group, thetas, kept, at)
+            ranks = self.growth(group, thetas, at)
+            if ranks is not None:
+                new, spent = grow(group, stay, cost, ranks)
+                self.begin(group, thetas, [now & ~before for now, before in zip(new, old, strict=True)])
+                self.store(group, new, spent)
 
-    def rewire(self, group: Group, thetas: Sequence[Tensor], kept: list[Tensor], at: Moment) -> list[Tensor]:
-        """The next mask."""
+    def drop(
+        self, group: Group, thetas: Sequence[Tensor], kept: list[Tensor], at: Moment
+    ) -> tuple[list[Tensor], float]:
+        """What stays: the kept units without the smallest in |θ|; and its cost."""
+        return drop(group, kept, group.scores(thetas), self.fraction_at(at))
+
+    def growth(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor] | None:
+        """A rank per unit: which come first to fill the budget again. None changes nothing."""
         raise NotImplementedError
+
+    def begin(self, group: Group, thetas: Sequence[Tensor], grown: list[Tensor]) -> None:
+        """Where units that were not kept before start from."""
+        start_at_zero(group, thetas, group.expand(grown))
 
     def fraction_at(self, at: Moment) -> float:
         """f_t = f/2 · (1 + cos(πt/T_end)), with T_end the step at which the mask is fixed."""
@@ -112,38 +143,90 @@ def cost_of(group: Group, masks: Sequence[Tensor]) -> float:
     return math.fsum(n * c for n, c in zip(counts, group.unit_costs, strict=True))
 
 
-def first(group: Group, masks: Sequence[Tensor], ranks: Sequence[Tensor], k: float) -> list[Tensor]:
-    """Of the units of a mask, those of highest rank that fit a budget; exact for any cost, ties by position."""
+def first(
+    group: Group, masks: Sequence[Tensor], cost: Spent, ranks: Sequence[Tensor], k: float
+) -> tuple[list[Tensor], Spent]:
+    """Of the units of a mask that costs so much, those of highest rank that fit a budget, and their cost.
+
+    Exact for any cost, ties by position.
+    """
     ranks = [torch.where(mask, rank, -math.inf) for mask, rank in zip(masks, ranks, strict=True)]
-    found = group.keep(ranks, group.select(ranks, k))
-    return [keep & mask for keep, mask in zip(found, masks, strict=True)]
+    threshold = group.select(ranks, k)
+    found = group.keep(ranks, threshold)
+    # Units from outside the mask are reached only once all of it is taken.
+    return [keep & mask for keep, mask in zip(found, masks, strict=True)], _smaller(threshold.cost, cost)
 
 
-def fit(group: Group, thetas: Sequence[Tensor], kept: list[Tensor]) -> list[Tensor]:
-    """The largest of the kept units that fit the budget of this moment."""
-    return first(group, kept, group.scores(thetas), group.k)
+def _smaller(a: Spent, b: Spent) -> Spent:
+    if isinstance(a, Tensor):
+        return a.clamp(max=b)
+    return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
 
 
-def drop(group: Group, thetas: Sequence[Tensor], kept: list[Tensor], fraction: float) -> list[Tensor]:
-    """The kept units without that fraction of their cost, rounded down to whole units, that is smallest in |θ|."""
-    smallest_first = [-u for u in group.scores(thetas)]
-    gone = first(group, kept, smallest_first, fraction * cost_of(group, kept))
-    return [mask & ~out for mask, out in zip(kept, gone, strict=True)]
+def fit(group: Group, thetas: Sequence[Tensor], kept: list[Tensor]) -> tuple[list[Tensor], Spent]:
+    """The largest of the kept units that fit the budget of this moment, and their cost; the device is not waited for."""
+    assert group.threshold is not None
+    return first(group, kept, group.threshold.cost, group.scores(thetas), group.k)
 
 
-def grow(group: Group, stay: list[Tensor], ranks: Sequence[Tensor]) -> list[Tensor]:
-    """The units that stay, and of all others those of highest rank that fit the rest of the budget."""
+def drop(
+    group: Group, kept: list[Tensor], importance: Sequence[Tensor], fraction: float, up: bool = False
+) -> tuple[list[Tensor], float]:
+    """The kept units without that fraction of their cost that matters least, and what they cost.
+
+    Rounded to whole units: down, or `up`.
+    """
+    cost = cost_of(group, kept)
+    k = fraction * cost + (up and fraction > 0) * (1.0 - 1e-6) * max(group.unit_costs)
+    gone, _ = first(group, kept, cost, [-u for u in importance], min(k, cost))
+    stay = [mask & ~out for mask, out in zip(kept, gone, strict=True)]
+    return stay, cost_of(group, stay)
+
+
+def grow(group: Group, stay: list[Tensor], cost: float, ranks: Sequence[Tensor]) -> tuple[list[Tensor], Spent]:
+    """The units that stay, which cost so much, and of all others those of highest rank that fit; and the cost of both."""
     others = [~mask for mask in stay]
-    grown = first(group, others, ranks, max(0.0, group.k - cost_of(group, stay)))
-    return [mask | new for mask, new in zip(stay, grown, strict=True)]
+    grown, more = first(group, others, group.total - cost, ranks, max(0.0, group.k - cost))
+    return [mask | new for mask, new in zip(stay, grown, strict=True)], cost + more
 
 
-def start_at_zero(group: Group, thetas: Sequence[Tensor], old: list[Tensor], new: list[Tensor]) -> None:
-    """θ ← 0 for the units that were not kept before.
+def start_at_zero(group: Group, thetas: Sequence[Tensor], where: Sequence[Tensor]) -> None:
+    """θ ← 0 there.
 
     In place, in the dense weights that the run owns: there a unit that is not kept still moves by momentum and weight
     decay, unseen by the model, and w would start from where it had drifted.
     """
-    grown = group.expand([now & ~before for now, before in zip(new, old, strict=True)])
-    for theta, where in zip(thetas, grown, strict=True):
-        theta.masked_fill_(where, 0.0)
+    for theta, here in zip(thetas, where, strict=True):
+        theta.masked_fill_(here, 0.0)
+
+
+class ByGradient(Rewiring):
+    """What grows has the largest Σ|g| over its unit, per cost: the gradient for w, dense, of the step just taken."""
+
+    def observe(self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment) -> None:
+        """Remember Σ|g| of every unit if the mask is rewired after this step."""
+        if not self.updates_at(at.step + 1, at) or all(g is None for g in grads):
+            return
+        dense = [torch.zeros_like(theta) if g is None else g for theta, g in zip(thetas, grads, strict=True)]
+        remember(group, "growth", group.scores(dense), grads)
+
+    def growth(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor] | None:
+        """Σ|g|; nothing where the loss has not reached."""
+        return recall(group, "growth")
+
+
+def remember(group: Group, what: str, units: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Keep one number per unit until the mask is rewired.
+
+    A missing gradient counts as zero, but leaves what another optimizer's part of the step has shown.
+    """
+    for i, (u, g) in enumerate(zip(units, grads, strict=True)):
+        if g is not None or f"{what}{i}" not in group.tensors:
+            group.tensors[f"{what}{i}"] = u
+
+
+def recall(group: Group, what: str) -> list[Tensor] | None:
+    """What was remembered, once."""
+    if f"{what}0" not in group.tensors:
+        return None
+    return [group.tensors.pop(f"{what}{i}") for i in range(len(group.units))]

@@ -16,13 +16,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from spartan.groups import Group
 from spartan.schedules import Moment, Schedule, linear
+
+if TYPE_CHECKING:
+    from spartan.kernels.engine import Engine
 
 
 class Method(ABC):
@@ -44,6 +47,15 @@ class Method(ABC):
     finetune: ClassVar[float] = 0.2
     # How the sparsity grows over the warm-up, as a fraction of the final one.
     ramp: Schedule = linear(0.0, 1.0)
+    # Why the method cannot keep n of every m weights (the pattern NM); "" where it can: its masks come from
+    # `group.select` and `group.solve` alone, and stand for any budget k.
+    refuses_nm: str = "its masks are not defined for a budget of every m weights"
+    # Whether units come back at zero: until the next step, such a weight is kept and zero.
+    grows_from_zero: ClassVar[bool] = False
+    # Whether it draws random numbers, which are others on another kind of device.
+    random: ClassVar[bool] = False
+    # Whether `gradient` is linear in g, so that it does not matter where in a step a loss is scaled back.
+    linear: bool = True
     # Whether w = θ always, so that nothing needs to be kept or written.
     identity: ClassVar[bool] = False
     # Options of the optimizer's parameter group for `group.learned`, such as {"weight_decay": 0.0}.
@@ -70,6 +82,20 @@ class Method(ABC):
     ) -> list[Tensor | None]:
         """The gradient for θ from the one for w; a missing gradient counts as zero."""
         return vjp(self, group, thetas, grads, at)
+
+    def write_fast(self, group: Group, thetas: Sequence[Tensor], engine: Engine) -> bool:
+        """Write w into the model by the kernels; False where they cannot do what `weights` says."""
+        return False
+
+    def transform_fast(
+        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], engine: Engine
+    ) -> bool:
+        """Do by the kernels, in place, what `gradient` says; False where they cannot."""
+        return False
+
+    def penalty(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor] | None:
+        """What `gradient` adds to the VJP whatever the loss, such as a decay of its own; None for nothing."""
+        return None
 
     def keep(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
         """Bool per unit: what is kept now."""
@@ -121,6 +147,15 @@ def masked(x: Tensor, keep: Tensor) -> Tensor:
 def masked_gradients(grads: Sequence[Tensor | None], keep: Sequence[Tensor]) -> list[Tensor | None]:
     """[kept] ⊙ g: the gradient of a hard mask."""
     return [None if g is None else masked(g, kept) for g, kept in zip(grads, keep, strict=True)]
+
+
+def with_zeros(group: Group, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Missing gradients as zeros in the parameters, for what is yet to be added to them."""
+    found = list(grads)
+    for i, target in enumerate(group.targets):
+        if found[i] is None and target.parameter.grad is None:
+            target.parameter.grad = found[i] = torch.zeros_like(target.parameter)
+    return found
 
 
 def straight_through(x: Tensor, value: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ class Dense(Method):
     gradient_rule = "g"
     reference = "Rumelhart, Hinton & Williams, Learning representations by back-propagating errors, 1986"
     sparse_from = "never"
+    refuses_nm = ""
     identity = True
     ramp = constant(0.0)
 

@@ -20,14 +20,15 @@ from spartan.schedules import Moment, Schedule, cubic
 class Feather(Method):
     """Feather: a threshold between hard and soft, straight-through gradient, scaled down where pruned.
 
-        τ = the largest magnitude that is not kept
+        τ = the largest magnitude that is not kept (with N:M, of each group)
         w = sign(θ) · max(|θ|ᵖ − τᵖ, 0)^(1/p)    with a unit's mean magnitude u: θ · max(1 − (τ/u)ᵖ, 0)^(1/p)
         θ ← θ − η · (g where kept, κ·g elsewhere)
 
     Args:
         p: 1 is soft thresholding, ∞ would be hard.
-        pruned_gradient: κ; None is the paper's rule, 0.5 where the sparsity exceeds 0.95 and 1 otherwise.
-        ramp: how the sparsity grows over the warm-up, from 0 to 1 of the final one; cubic, as in the paper.
+        pruned_gradient: κ; None is the paper's rule, 0.5 where the sparsity, to a percent, exceeds 95% and 1 otherwise.
+        ramp: how the sparsity grows over the warm-up, from 0 to 1 of the final one; cubic over the first half of the
+            run, as in the paper.
 
     Example:
         >>> model = torch.nn.Linear(8, 8)
@@ -48,6 +49,7 @@ class Feather(Method):
         "Glentis Georgoulakis, Retsinas & Maragos, Feather: An elegant solution to effective DNN sparsification, "
         "BMVC 2023"
     )
+    refuses_nm = ""
     warmup = 0.5
     finetune = 0.0
 
@@ -61,11 +63,12 @@ class Feather(Method):
         """The gradient's factor where pruned."""
         if self.pruned_gradient is not None:
             return self.pruned_gradient
-        return 0.5 if group.sparsity > 0.95 else 1.0
+        # To a percent: with count="model" a sparsity of 0.95 is a little more of the targets.
+        return 0.5 if round(group.sparsity, 2) > 0.95 else 1.0
 
     def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
         """The magnitude threshold for the budget."""
-        group.threshold = group.select(group.scores(thetas), group.k)
+        group.threshold = group.top(thetas, group.k)
 
     @torch.no_grad()
     def freeze(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
@@ -73,7 +76,8 @@ class Feather(Method):
         u = group.scores(thetas)
         tau = level(group, u)
         # With x = 1 − τ/u, 1 − (1 − x)ᵖ = −expm1(p·log1p(−x)) keeps its digits where x is small.
-        mask = [(-torch.expm1(self.p * torch.log1p(-shrink(x, tau)))) ** (1.0 / self.p) for x in u]
+        below = [shrink(x, t) for x, t in zip(u, tau, strict=True)]
+        mask = [(-torch.expm1(self.p * torch.log1p(-x))) ** (1.0 / self.p) for x in below]
         return [masked(m, kept) for m, kept in zip(mask, self.keep(group, thetas), strict=True)]
 
     def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,6 +12,9 @@ from spartan.groups import Group
 from spartan.methods.base import Method, masked, masked_gradients
 from spartan.methods.registry import register
 from spartan.schedules import Moment, Schedule, linear
+
+if TYPE_CHECKING:
+    from spartan.kernels.engine import Engine
 
 
 @register
@@ -39,15 +43,28 @@ class IMP(Method):
     mask_rule = "top-k of |θ|, every step"
     gradient_rule = "g where kept, else 0"
     reference = "Zhu & Gupta, To prune, or not to prune, ICLR workshop 2018"
+    refuses_nm = ""
 
     def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
         """The magnitude threshold for the budget."""
-        group.threshold = group.select(group.scores(thetas), group.k)
+        group.threshold = group.top(thetas, group.k)
 
     def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
         """θ̃ = Π_k(θ)."""
         keep = group.expand(self.keep(group, thetas))
         return [masked(theta, kept) for theta, kept in zip(thetas, keep, strict=True)]
+
+    def write_fast(self, group: Group, thetas: Sequence[Tensor], engine: Engine) -> bool:
+        """[kept] ⊙ θ."""
+        engine.project(soft=False)
+        return True
+
+    def transform_fast(
+        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], engine: Engine
+    ) -> bool:
+        """[kept] ⊙ g."""
+        engine.where_kept(grads)
+        return True
 
     def gradient(
         self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment

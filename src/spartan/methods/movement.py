@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spartan.groups import Group
 from spartan.methods.base import Method, masked, straight_through
 from spartan.methods.registry import register
-from spartan.schedules import Moment, Schedule, linear
+from spartan.schedules import Moment, Schedule, cubic, delayed
 
 
 @register
@@ -24,15 +24,17 @@ class Movement(Method):
         θ ← θ − η · M ⊙ ∇L(w)
         S ← S − η_S · Σ ∇L(w) ⊙ θ                   straight through the top-k, summed over each unit, kept or not
 
-    Scores start at zero. As long as they are equal, which only a run without a warm-up (`warmup=0`) notices, the units
-    that come first are kept. The sparsity grows over the first eight tenths of the run. The paper keeps everything for
-    one tenth first, grows it by `ramp=cubic(0, 1)`, and goes on learning scores after that; here finetuning fixes the
-    mask.
+    The defaults are the paper's and its code's: scores start at zero, have no weight decay and a learning rate of their
+    own, and compete within each layer. Of a run the first tenth stays dense, the sparsity grows by a cubic until eight
+    tenths, and scores go on learning to the end; `finetune=0.2` would fix the mask there. Soft movement, a threshold on
+    the scores with a penalty, meets no budget and is left out.
+
+    With equal scores, which only a run without a warm-up (`warmup=0`) notices, the units that come first are kept.
 
     Args:
-        score_lr: learning rate of the scores, the paper's (with Adam); None is the optimizer's own. It is meant to be
-            larger than that of the weights.
-        ramp: how the sparsity grows over the warm-up, from 0 to 1 of the final one; `cubic(0, 1)` is the paper's shape.
+        score_lr: learning rate of the scores; None is the optimizer's own. As they start at zero and only their order
+            counts, SGD and Adam choose the same masks at any rate above 0.
+        ramp: how the sparsity grows over the warm-up, from 0 to 1 of the final one.
 
     Example:
         >>> model = torch.nn.Linear(8, 8)
@@ -47,7 +49,7 @@ class Movement(Method):
     """
 
     score_lr: float | None = 1e-2
-    ramp: Schedule = linear(0.0, 1.0)
+    ramp: Schedule = delayed(cubic(0.0, 1.0), 0.125)  # of the warm-up: a tenth of the run
 
     name = "movement"
     year = 2020
@@ -56,11 +58,13 @@ class Movement(Method):
     needs = "one learned score per unit"
     reference = "Sanh, Wolf & Rush, Movement pruning: Adaptive sparsity by fine-tuning, NeurIPS 2020"
     budget = "uniform"
+    refuses_nm = ""
     warmup = 0.8
+    finetune = 0.0
 
     def __post_init__(self) -> None:
-        if self.score_lr is not None and not self.score_lr >= 0:
-            raise ValueError(f"Movement: score_lr={self.score_lr!r} is not a learning rate; it must be at least 0")
+        if self.score_lr is not None and not self.score_lr > 0:
+            raise ValueError(f"Movement: score_lr={self.score_lr!r} is not a learning rate; it must be above 0")
 
     @property
     def learned_options(self) -> dict[str, Any]:  # type: ignore[override]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from spartan.methods.base import Method
+from spartan.patterns import NM, Pattern
 
 T = TypeVar("T", bound=type[Method])
 
@@ -25,6 +26,7 @@ class Entry:
     needs: str
     sparse_from: str
     reference: str
+    refuses_nm: str
 
 
 _ENTRIES: dict[str, Entry] = {}
@@ -37,7 +39,8 @@ def register(cls: T) -> T:
         raise ValueError(f"{cls.__name__} has no docstring; its first line is what the registry shows")
     facts = {f: getattr(cls, f) for f in ("name", "year", "mask_rule", "gradient_rule", "needs", "reference")}
     sparse_from = cls.sparse_from if isinstance(cls.sparse_from, str) else "warmup"  # a property: by its settings
-    _ENTRIES[cls.name] = Entry(cls=cls, summary=summary, sparse_from=sparse_from, **facts)
+    refuses_nm = cls.refuses_nm if isinstance(cls.refuses_nm, str) else ""
+    _ENTRIES[cls.name] = Entry(cls=cls, summary=summary, sparse_from=sparse_from, refuses_nm=refuses_nm, **facts)
     return cls
 
 
@@ -60,3 +63,12 @@ def as_method(method: str | Method | type[Method]) -> Method:
     raise ValueError(
         f"method={method!r} is unknown; accepted: {', '.join(sorted(_ENTRIES))}, or a Method object.{hint}"
     )
+
+
+def check_together(method: Method, pattern: Pattern) -> None:
+    """ValueError with the reason where a method and a pattern make no sense together."""
+    if isinstance(pattern, NM) and method.refuses_nm:
+        others = ", ".join(entry.name for entry in entries() if not entry.refuses_nm)
+        raise ValueError(
+            f"method={method.name!r} does not go with pattern={pattern!r}: {method.refuses_nm}; these do: {others}"
+        )

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from spartan.groups import Group
-from spartan.methods._masks import Rewiring, drop, grow
+from spartan.methods._masks import ByGradient
 from spartan.methods.registry import register
-from spartan.schedules import Moment
 
 
 @register
 @dataclass(frozen=True)
-class RigL(Rewiring):
+class RigL(ByGradient):
     """RigL: drop the smallest weights now and then, grow as many where the gradient is largest.
 
         θ ← θ − η · M ⊙ ∇L(M ⊙ θ)                             at every step
@@ -24,9 +18,13 @@ class RigL(Rewiring):
         M ← M plus as many of the others, largest in |∇L(M ⊙ θ)|, from θ = 0
         f_t = f/2 · (1 + cos(πt/T_end))                        T_end: when finetuning begins, at 75% by default
 
-    The gradient is the one of the step just taken, for all weights, accumulated as the optimizer sees it. (In the
-    paper's code the mask's update takes the place of that step.) A unit that is dropped and grown again at once keeps
-    its value. Layers share a budget with `budget="global"`.
+    The gradient is the one of the step just taken, for all weights, accumulated as the optimizer sees it. A unit that is
+    dropped and grown again at once keeps its value. Layers share a budget with `budget="global"`.
+
+    Differences from the paper: its Algorithm 1 updates the mask in the place of a gradient step (its code: with a batch
+    of its own, between two steps), here the update follows the step whose gradient it uses. Its code clears the
+    optimizer's momentum for grown weights; here that has been fading since they were dropped, to 0.9ⁿ of it with SGD's
+    usual momentum, and holds what weight decay added to it since.
 
     Args:
         every: n, optimizer steps between two updates of the mask.
@@ -48,20 +46,3 @@ class RigL(Rewiring):
     gradient_rule = "g where kept, else 0"
     needs = "dense gradients, every n steps"
     reference = "Evci et al., Rigging the lottery: making all tickets winners, ICML 2020"
-
-    def observe(self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment) -> None:
-        """Remember Σ|g| of every unit, per cost, if the mask is rewired after this step."""
-        if not self.updates_at(at.step + 1, at) or all(g is None for g in grads):
-            return
-        dense = [torch.zeros_like(theta) if g is None else g for theta, g in zip(thetas, grads, strict=True)]
-        for i, (u, g) in enumerate(zip(group.scores(dense), grads, strict=True)):
-            # A missing gradient counts as zero, but leaves what another optimizer's part of the step has shown.
-            if g is not None or f"growth{i}" not in group.tensors:
-                group.tensors[f"growth{i}"] = u
-
-    def rewire(self, group: Group, thetas: Sequence[Tensor], kept: list[Tensor], at: Moment) -> list[Tensor]:
-        """Drop by |θ|, grow by |g|; nothing where the loss has not reached."""
-        if "growth0" not in group.tensors:
-            return kept
-        growth = [group.tensors.pop(f"growth{i}") for i in range(len(thetas))]
-        return grow(group, drop(group, thetas, kept, self.fraction_at(at)), growth)

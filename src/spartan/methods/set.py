@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from spartan.groups import Group
-from spartan.methods._masks import Rewiring, drop, grow, random_ranks
+from spartan.methods._masks import Rewiring, random_ranks
 from spartan.methods.registry import register
 from spartan.schedules import Moment
 
@@ -47,7 +47,6 @@ class SET(Rewiring):
     gradient_rule = "g where kept, else 0"
     reference = "Mocanu et al., Scalable training of artificial neural networks, Nature Communications 2018"
 
-    def rewire(self, group: Group, thetas: Sequence[Tensor], kept: list[Tensor], at: Moment) -> list[Tensor]:
-        """Drop by |θ|, grow at random."""
-        stay = drop(group, thetas, kept, self.fraction_at(at))
-        return grow(group, stay, random_ranks(group, thetas, at))
+    def growth(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
+        """Random."""
+        return random_ranks(group, thetas, at)

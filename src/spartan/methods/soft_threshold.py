@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from spartan.schedules import Moment
 class STR(Method):
     """STR: soft thresholding with a learned threshold per layer, shifted together to meet the budget.
 
-        z = |θ| − sigmoid(s)                          s: one learned number per layer, under weight decay
+        z = |θ| − sigmoid(s)                          s: one learned number per layer
         w = sign(θ) · min(max(z − λ, 0), |θ|)         λ: the largest z that is not kept, a constant for the gradient
         θ ← θ − η · [kept] ⊙ g,  s ← s − η · (∂w/∂s)ᵀ g
 
@@ -33,6 +33,9 @@ class STR(Method):
         exact: False is the paper's own form, λ = 0: weight decay on s steers the sparsity, `sparsity` is not met.
         init: s at the start. The paper's ResNet-50 starts from −3200, where sigmoid(s) and its slope are 0, and relies
             on weight decay over 100 epochs to bring s up; −5 learns from the first step.
+        decay: weight decay of s; the paper's is that of the weights, and is what makes its own form sparse. None is the
+            optimizer's default, which is 0 where each of its parameter groups has one of its own, as in the recipes. For
+            the exact form it hardly matters: it moves all thresholds together, and λ takes that back.
 
     Example:
         >>> model = torch.nn.Linear(8, 8)
@@ -43,6 +46,7 @@ class STR(Method):
 
     exact: bool = True
     init: float = -5.0
+    decay: float | None = None
 
     name = "str"
     year = 2020
@@ -50,10 +54,20 @@ class STR(Method):
     gradient_rule = "VJP: g where kept, else 0; s learns too"
     needs = "one learned threshold per layer"
     reference = "Kusupati et al., Soft threshold weight reparameterization for learnable sparsity, ICML 2020"
+    refuses_nm = "its learned thresholds divide the budget among layers, and with N:M there is nothing to divide"
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.init):
             raise ValueError(f"STR: init={self.init!r}; a finite number is needed")
+        if self.decay is not None and not 0 <= self.decay < math.inf:
+            raise ValueError(
+                f"STR: decay={self.decay!r} is not a weight decay; None or a number of at least 0 is needed"
+            )
+
+    @property
+    def learned_options(self) -> dict[str, Any]:  # type: ignore[override]
+        """The weight decay of s."""
+        return {} if self.decay is None else {"weight_decay": self.decay}
 
     @property
     def sparse_from(self) -> Literal["warmup", "never"]:  # type: ignore[override]
@@ -117,6 +131,9 @@ def below(group: Group, z: Sequence[Tensor]) -> float | Tensor:
     """λ: the largest z strictly below every kept one; −∞ if there is none."""
     assert group.threshold is not None
     value, cut = group.threshold.value, group.threshold.cut
-    if not cut:
+    if not isinstance(cut, Tensor) and not cut:
         return value
-    return torch.stack([torch.where(x < value, x, -math.inf).max() for x in z]).max()
+    smaller = torch.stack([torch.where(x < value, x, -math.inf).max() for x in z]).max()
+    if isinstance(cut, Tensor):  # the host does not know whether there are ties
+        smaller = torch.where(cut > 0, smaller, torch.as_tensor(value).to(smaller.dtype))
+    return smaller

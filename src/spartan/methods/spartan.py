@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from spartan.groups import Group
-from spartan.methods.base import Method, masked, masked_gradients, straight_through
+from spartan.methods.base import Method, masked, masked_gradients, straight_through, with_zeros
 from spartan.methods.registry import register
-from spartan.ops.soft_topk import SoftMask, pull_ratio
+from spartan.ops.soft_topk import Dual
 from spartan.schedules import Moment, Schedule, as_schedule, linear
+
+if TYPE_CHECKING:
+    from spartan.kernels.engine import Engine
 
 
 @register
@@ -71,6 +74,11 @@ class Spartan(Method):
         """From when the model is truly sparse."""
         return "warmup" if self.project else "finetune"
 
+    @property
+    def refuses_nm(self) -> str:  # type: ignore[override]
+        """Newton's method solves one mask per group of m."""
+        return "" if self.solver == "newton" else "solver='sinkhorn' iterates on a single dual; use solver='newton'"
+
     def beta_at(self, group: Group, at: Moment) -> float:
         """β, its end scaled for units of one size n by √n: a block's mean magnitude varies √n times less."""
         beta = as_schedule(self.beta)
@@ -80,15 +88,15 @@ class Spartan(Method):
 
     def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
         """The dual of the soft mask and the threshold of the hard one."""
-        scores, beta = group.scores(thetas), self.beta_at(group, at)
-        edge = group.boundary(scores, group.k)
-        group.threshold = edge.threshold
+        beta = self.beta_at(group, at)
         if math.isinf(beta):
-            group.dual = None
+            group.threshold, group.dual = group.top(thetas, group.k), None
         elif self.solver == "newton":
-            group.dual = group.solve(scores, group.k, beta, start=edge)
+            group.threshold, group.dual = group.soft_top(thetas, group.k, beta)
         else:
-            cached = group.dual.mu if self.init == "cached" and group.dual is not None else None
+            scores = group.scores(thetas)
+            group.threshold = group.select(scores, group.k)
+            cached = float(group.dual.mu) if self.init == "cached" and isinstance(group.dual, Dual) else None
             group.dual = group.sinkhorn(scores, group.k, beta, init="threshold" if self.init == "threshold" else cached)
 
     def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
@@ -97,7 +105,7 @@ class Spartan(Method):
         keep = group.expand(self.keep(group, thetas))
         if group.dual is None:  # β = inf
             return [masked(theta, kept) for theta, kept in zip(thetas, keep, strict=True)]
-        m = group.expand(SoftMask.apply(group.dual, group.unit_costs, *u))
+        m = group.expand(group.soft_masks(u))
         sigma = [theta * mask.to(theta.dtype) for theta, mask in zip(thetas, m, strict=True)]
         if not self.project:
             return sigma
@@ -113,16 +121,16 @@ class Spartan(Method):
             return masked_gradients(grads, keep)
         if all(g is None for g in grads):
             return list(grads)
-        masks = [group.dual.mask(u) for u in group.scores(thetas)]
+        masks = group.masks(group.scores(thetas))
         slopes = [m - m * m for m in masks]
         pulls = [
             torch.zeros_like(s) if g is None else group.pattern.reduce(g.to(s.dtype) * theta.to(s.dtype))
             for g, theta, s in zip(grads, thetas, slopes, strict=True)
         ]
-        ratio = pull_ratio(pulls, slopes, group.unit_costs)
+        back = group.pull_back(pulls, slopes)
         found: list[Tensor | None] = []
         for i, (theta, g) in enumerate(zip(thetas, grads, strict=True)):
-            pulls[i].sub_((ratio * group.unit_costs[i]).to(pulls[i].dtype))
+            pulls[i].sub_(back[i])
             pulls[i].mul_(slopes[i]).mul_(group.dual.beta * group.factors[i])
             through_mask = group.pattern.expand(pulls[i], theta.shape) * theta.sign().to(pulls[i].dtype)
             if g is not None:
@@ -130,10 +138,29 @@ class Spartan(Method):
             found.append(through_mask.to(theta.dtype))
         return found
 
+    def write_fast(self, group: Group, thetas: Sequence[Tensor], engine: Engine) -> bool:
+        """[kept] ⊙ m ⊙ θ."""
+        if not (self.project and self.solver == "newton" and engine.has(thetas)):
+            return False
+        engine.project(soft=group.dual is not None)
+        return True
+
+    def transform_fast(
+        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], engine: Engine
+    ) -> bool:
+        """The same formula; a weight that the loss did not reach still feels the others through the shared budget."""
+        if self.solver != "newton" or not engine.has(thetas):
+            return False
+        if group.dual is None:
+            engine.where_kept(grads)
+        else:
+            engine.through_mask(with_zeros(group, grads))
+        return True
+
     def freeze(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
         """The soft mask on the kept units, so that w does not jump; the hard one in the ablation."""
         keep = self.keep(group, thetas)
         if group.dual is None or not self.project:
             return super().freeze(group, thetas, at)
-        u = group.scores(thetas)
-        return [masked(group.dual.mask(x), kept) for x, kept in zip(u, keep, strict=True)]
+        soft = group.masks(group.scores(thetas))
+        return [masked(m, kept) for m, kept in zip(soft, keep, strict=True)]

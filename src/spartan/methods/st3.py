@@ -12,8 +12,10 @@ from torch import Tensor
 from spartan.groups import Group
 from spartan.methods.base import Method, masked, straight_through
 from spartan.methods.registry import register
+from spartan.ops import rows
+from spartan.ops.rows import RowThreshold
 from spartan.patterns import magnitude
-from spartan.schedules import Moment, Schedule, cubic
+from spartan.schedules import Moment, Schedule, cubic, delayed
 from spartan.targets import Target
 
 
@@ -22,7 +24,7 @@ from spartan.targets import Target
 class ST3(Method):
     """ST-3: soft thresholding at the budget's magnitude, rescaled, dense gradient straight through.
 
-        τ = the largest magnitude that is not kept
+        τ = the largest magnitude that is not kept (with N:M, of each group)
         w = s · sign(θ) · max(|θ| − τ, 0)       with a unit's mean magnitude u: s · θ · max(1 − τ/u, 0)
         θ ← θ − η · ∇L(w)                       straight through, for every θ
 
@@ -31,7 +33,8 @@ class ST3(Method):
 
     Args:
         rescale: False leaves out s.
-        ramp: how the sparsity grows over the warm-up, from 0 to 1 of the final one; cubic, as in the paper.
+        ramp: how the sparsity grows over the warm-up, from 0 to 1 of the final one; the paper's is dense for 5 of 100
+            epochs, then a cubic that ends at half the run.
 
     Example:
         >>> model = torch.nn.Linear(8, 8)
@@ -41,7 +44,7 @@ class ST3(Method):
     """
 
     rescale: bool = True
-    ramp: Schedule = cubic(0.0, 1.0)
+    ramp: Schedule = delayed(cubic(0.0, 1.0), 0.1)  # of the warm-up: a twentieth of the run
 
     name = "st3"
     year = 2023
@@ -51,19 +54,20 @@ class ST3(Method):
         "Vanderschueren & De Vleeschouwer, Are straight-through gradients and soft-thresholding all you need for "
         "sparse training?, WACV 2023"
     )
+    refuses_nm = ""
     warmup = 0.5
     finetune = 0.0
 
     def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
         """The magnitude threshold for the budget."""
-        group.threshold = group.select(group.scores(thetas), group.k)
+        group.threshold = group.top(thetas, group.k)
 
     @torch.no_grad()
     def freeze(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
         """s · max(1 − τ/u, 0), so that w does not jump."""
         u, keep = group.scores(thetas), self.keep(group, thetas)
         tau = level(group, u)
-        mask = [masked(shrink(x, tau), kept) for x, kept in zip(u, keep, strict=True)]
+        mask = [masked(shrink(x, t), kept) for x, t, kept in zip(u, tau, keep, strict=True)]
         if self.rescale:
             mask = [m * s for m, s in zip(mask, channel_scales(group, thetas, keep), strict=True)]
         return mask
@@ -83,16 +87,22 @@ class ST3(Method):
         return list(grads)
 
 
-def level(group: Group, u: Sequence[Tensor]) -> float | Tensor:
-    """τ ≥ 0: the largest score strictly below every kept one, so that whatever is kept survives its subtraction.
+def level(group: Group, u: Sequence[Tensor]) -> list[float | Tensor]:
+    """τ ≥ 0 for each tensor: the largest score strictly below every kept one, so that what is kept survives it.
 
     This is the threshold's value, unless units equal to it are kept: then the next smaller score. 0 if there is none.
+    With N:M it is one per group of m, given at each of its units.
     """
     assert group.threshold is not None
+    if isinstance(group.threshold, RowThreshold):
+        return [rows.below(x, group.threshold.n, group.threshold.m).clamp(min=0.0) for x in u]
     value, cut = group.threshold.value, group.threshold.cut
-    if not cut:
-        return max(value, 0.0)
-    return torch.stack([masked(x, x < value).max() for x in u]).max()
+    if not isinstance(cut, Tensor) and not cut:
+        return [max(value, 0.0)] * len(u)
+    smaller = torch.stack([masked(x, x < value).max() for x in u]).max()
+    if isinstance(cut, Tensor):  # the host does not know whether there are ties
+        smaller = torch.where(cut > 0, smaller, torch.as_tensor(value).to(smaller.dtype).clamp(min=0.0))
+    return [smaller] * len(u)
 
 
 def shrink(u: Tensor, tau: float | Tensor) -> Tensor:

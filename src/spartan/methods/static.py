@@ -38,10 +38,11 @@ class Static(StoredMasks):
     reference = (
         "Mocanu et al., Scalable training of artificial neural networks, Nature Communications 2018 (as FixProb)"
     )
+    refuses_nm = ""
 
     def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
         """The first units, in the random order of this run, that fit the budget; nothing once that is constant."""
         if 0 < at.step <= at.warmup_steps:
             ranks = random_ranks(group, thetas, replace(at, step=0))
             nothing = [mask & ~mask for mask in self.keep(group, thetas)]
-            self.store(group, grow(group, nothing, ranks))
+            self.store(group, *grow(group, nothing, 0.0, ranks))

@@ -19,20 +19,33 @@ SAMPLE = 1 << 16
 class Threshold:
     """What is kept, in two numbers: units above `value`, and of those equal to it the ones at positions below `cut`.
 
-    `cost` is what they cost together, as far as it is known.
+    `cost` is what they cost together, as far as it is known. Kernels leave all three on the device, as tensors.
     """
 
-    value: float
-    cut: int = 0
-    cost: float = math.nan
+    value: float | Tensor
+    cut: int | Tensor = 0
+    cost: float | Tensor = math.nan
 
     def keep(self, u: Tensor, start: int = 0) -> Tensor:
         """Bool per unit, for units that stand at positions `start`, `start` + 1, … of the whole vector."""
         keep = u > self.value
+        if isinstance(self.cut, Tensor):
+            position = torch.arange(start, start + u.numel(), device=u.device)
+            return keep | ((u == self.value) & (position < self.cut))
         ties = min(max(self.cut - start, 0), u.numel())
         if ties:
             keep[:ties] |= u[:ties] == self.value
         return keep
+
+    def pair(self) -> Tensor:
+        """The value and the cut as one tensor, to be saved."""
+        if isinstance(self.value, Tensor) and isinstance(self.cut, Tensor):
+            return torch.stack([self.value.double(), self.cut.double()])
+        return torch.tensor([self.value, self.cut], dtype=torch.float64)
+
+    def host(self) -> Threshold:
+        """The same in plain numbers; waits for the device."""
+        return Threshold(float(self.value), int(self.cut), float(self.cost))
 
 
 EVERYTHING = Threshold(-math.inf)

@@ -26,25 +26,26 @@ class Dual:
     """A solved mask in three scalars: m = scale · sigmoid(β(u − center) + offset).
 
     μ is split into −β·center + offset because βu and μ nearly cancel at large β; u − center is exact where it matters.
-    `scale` is 1 except for an unconverged Sinkhorn iteration, whose last half-step rescales the mask.
+    `scale` is 1 except for an unconverged Sinkhorn iteration, whose last half-step rescales the mask. Kernels leave
+    what they find on the device, as tensors.
     """
 
     beta: float
-    center: float
-    offset: float
+    center: float | Tensor
+    offset: float | Tensor
     scale: float = 1.0
-    passes: int = 0
-    residual: float = 0.0
+    passes: int | Tensor = 0
+    residual: float | Tensor = 0.0
 
     @property
-    def mu(self) -> float:
+    def mu(self) -> float | Tensor:
         """The dual variable μ of the paper."""
         return math.log(self.scale) + self.offset - self.beta * self.center
 
-    @property
-    def tau(self) -> float:
-        """Where the mask is one half: −μ/β, which moves slowly as β changes."""
-        return self.center - self.offset / self.beta if self.beta and math.isfinite(self.offset) else self.center
+    def host(self) -> Dual:
+        """The same in plain numbers; waits for the device."""
+        plain = float(self.center), float(self.offset), self.scale, int(self.passes), float(self.residual)
+        return Dual(self.beta, *plain)
 
     def mask(self, u: Tensor) -> Tensor:
         """m for units of normalized value u."""
@@ -142,7 +143,7 @@ def _start(start: Boundary | float, beta: float, low: float, high: float) -> tup
     """
     if not isinstance(start, Boundary):
         return min(max(start, low), high), 0.0
-    value = start.threshold.value
+    value = float(start.threshold.value)
     if math.isinf(value):
         return (low if value < 0 else high), 0.0
     s = max(logit(start.fraction), -0.5 * beta * start.gap_above)
@@ -182,7 +183,7 @@ def sinkhorn(
 
 def residual_at(dual: Dual, parts: Parts, k: float) -> float:
     """|Σ c·sigmoid(βu + μ) − k| / k: how far a dual is from the solution."""
-    f, _ = moments(parts, dual.beta, dual.center, dual.offset + math.log(dual.scale))
+    f, _ = moments(parts, dual.beta, float(dual.center), float(dual.offset) + math.log(dual.scale))
     return abs(f - k) / k if k else f
 
 
@@ -322,8 +323,8 @@ def soft_topk(
     mask = mask.reshape(values.shape).to(dtype)
     if not return_info:
         return mask
-    residual = residual_at(dual, [part], k) if solver == "sinkhorn" else dual.residual
-    return mask, SoftTopKInfo(dual.mu, dual.passes, residual)
+    residual = residual_at(dual, [part], k) if solver == "sinkhorn" else float(dual.residual)
+    return mask, SoftTopKInfo(float(dual.mu), int(dual.passes), residual)
 
 
 def _solve_as_asked(

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from spartan.methods import entries
+from spartan.methods import Method, entries
 from spartan.schedules import Moment
 
 
@@ -70,7 +70,7 @@ class Run:
     def phases(self) -> list[dict[str, Any]]:
         """Where warm-up, intermediate and finetune phases begin and end, in steps; empty where that is unknown."""
         total = self.total_steps
-        method = next((e.cls for e in entries() if e.name == self.method), None)
+        method = self._built_method()
         fractions = [number(self.recipe.get(key)) for key in ("warmup", "finetune")]
         if method is not None:
             fractions = [
@@ -87,6 +87,14 @@ class Run:
         edges = [0, at.warmup_steps, at.freeze_step, total]
         names = ["warm-up", "intermediate", "finetune"]
         return [{"from": a, "to": b, "name": n} for a, b, n in zip(edges[:-1], edges[1:], names, strict=True) if b > a]
+
+    def _built_method(self) -> Method | None:
+        """The method with its settings, which may decide how long its phases are; None where it cannot be built."""
+        cls = next((e.cls for e in entries() if e.name == self.method), None)
+        try:
+            return None if cls is None else cls(**(self.recipe.get("method_args") or {}))
+        except (TypeError, ValueError):
+            return None if cls is None else cls()
 
     def masks(self) -> npt.NDArray[np.bool_] | None:
         """The kept bits of the sampled weights, [epochs, n]; None where there are none to read."""

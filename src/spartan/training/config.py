@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+
+# Patterns by name; blocks are a pair of numbers.
+PATTERN = r"unstructured|channel(:(in|out))?|nm:\d+:\d+"
 
 
 class RecipeError(ValueError):
@@ -76,8 +80,8 @@ class Config:
     method: str = "spartan"
     # arguments of the method; for spartan e.g. {beta: [1, 10]} or {solver: sinkhorn, init: threshold}
     method_args: dict[str, Any] = field(default_factory=dict)
-    # unstructured, or [h, w] for blocks
-    pattern: Literal["unstructured"] | tuple[int, int] = "unstructured"
+    # unstructured, [h, w] for blocks, channel, channel:in, or nm:N:M (nm:2:4)
+    pattern: str | tuple[int, int] = "unstructured"
     # params, or flops
     cost: Literal["params", "flops"] = "params"
     # with flops: v = c^p |θ|
@@ -137,6 +141,10 @@ def _check_ranges(c: Config) -> None:
             raise RecipeError(f"{key}: {value} is negative; it must be at least 0")
     if not 0 <= c.sparsity < 1:
         raise RecipeError(f"sparsity: {c.sparsity} is outside [0, 1): it is the fraction that is gone, such as 0.95")
+    if isinstance(c.pattern, str) and not re.fullmatch(PATTERN, c.pattern):
+        raise RecipeError(
+            f"pattern: {c.pattern!r} is not accepted; accepted: unstructured, [h, w], channel, channel:in, nm:N:M"
+        )
     if not (c.optimizer.lr > 0 and math.isfinite(c.optimizer.lr)):
         raise RecipeError(f"optimizer.lr: {c.optimizer.lr} is no learning rate; it must be positive")
     if c.label_smoothing >= 1:

@@ -48,6 +48,8 @@ class Trainer:
         self.sparsifier = build_sparsifier(config, model, self.data.shape, self.total_steps)
         self.optimizer = build_optimizer(config, model)
         self.sparsifier.attach(self.optimizer)
+        # A method's own parameters may learn at a rate of their own, which follows the same schedule.
+        self.relative_lrs = [group["lr"] / config.optimizer.lr for group in self.optimizer.param_groups]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
         # Small nets on a fast GPU wait for launches, so steps are replayed as CUDA graphs.
         compiled = config.compile and self.device.type == "cuda"
@@ -122,8 +124,8 @@ class Trainer:
         batches = self.data.train(epoch, start=done * accumulate)
         for _ in range(done, self.steps_per_epoch):
             lr = lr_at(self.config, self.step, self.steps_per_epoch)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            for group, relative in zip(self.optimizer.param_groups, self.relative_lrs, strict=True):
+                group["lr"] = lr * relative
             loss = self._step(batches, accumulate)
             self.loss_sum += loss
             self.step += 1

@@ -1,4 +1,4 @@
-"""Metrics: one JSON line a step and an epoch, and TensorBoard. Losses stay on the device until a flush."""
+"""Metrics: one JSON line a step and an epoch, and TensorBoard. What is on the device stays there until a flush."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Metrics:
 
     def __init__(self, folder: Path, offset: int | None = None) -> None:
         self._path = folder / "metrics.jsonl"
-        self._pending: list[tuple[dict[str, Any], Tensor]] = []
+        self._pending: list[dict[str, Any]] = []
         self._file = self._path.open("ab")
         if offset is not None:
             # What a killed run wrote after its last checkpoint will be written again.
@@ -27,8 +27,8 @@ class Metrics:
         self.last_loss = math.nan
 
     def step(self, loss: Tensor, **values: Any) -> None:
-        """Note a step; `loss` may still be on its way."""
-        self._pending.append(({"kind": "step", **values}, loss.detach()))
+        """Note a step; numbers may still be on their way."""
+        self._pending.append({"kind": "step", **values, "loss": loss})
 
     def epoch(self, **values: Any) -> None:
         """Write an epoch."""
@@ -40,17 +40,20 @@ class Metrics:
         self.sync()
 
     def flush(self) -> None:
-        """Fetch the losses, all at once, and write the steps."""
+        """Fetch what is still on the device, all at once, and write the steps."""
         if not self._pending:
             return
-        losses = torch.stack([loss for _, loss in self._pending]).tolist()
-        for (values, _), loss in zip(self._pending, losses, strict=True):
-            self._write(values | {"loss": loss})
+        waiting = [(i, key) for i, step in enumerate(self._pending) for key, v in step.items() if isinstance(v, Tensor)]
+        found = torch.stack([self._pending[i][key].detach().double() for i, key in waiting]).tolist()
+        for (i, key), value in zip(waiting, found, strict=True):
+            self._pending[i][key] = int(value) if key == "passes" else value
+        for values in self._pending:
+            self._write(values)
             if self._board is not None:
                 for key in ("loss", "lr", "target_density", "density", "beta"):
-                    if (value := (values | {"loss": loss}).get(key)) is not None:
-                        self._board.add_scalar(f"step/{key}", value, values["step"])
-        self.last_loss = losses[-1]
+                    if values.get(key) is not None:
+                        self._board.add_scalar(f"step/{key}", values[key], values["step"])
+        self.last_loss = self._pending[-1]["loss"]
         self._pending.clear()
 
     def _write(self, values: dict[str, Any]) -> None:

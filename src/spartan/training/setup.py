@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 import spartan
-from spartan import Block, Flops, Sparsifier, Unstructured, linear
+from spartan import NM, Block, Channel, Flops, Sparsifier, Unstructured
 from spartan.methods import Method
+from spartan.patterns import Pattern
+from spartan.schedules import Schedule
 from spartan.training.config import Config, RecipeError, nearest, reason
+
+SHAPES = ("linear", "cosine", "cubic")
 
 
 def choose_device(name: str) -> torch.device:
@@ -28,16 +33,13 @@ def choose_device(name: str) -> torch.device:
 
 
 def build_method(config: Config) -> Method:
-    """The method by name, with its arguments; a pair [a, b] is linear(a, b)."""
+    """The method by name, with its arguments; [a, b] is linear(a, b), and [cubic, a, b] a schedule of that shape."""
     known = {entry.name: entry.cls for entry in spartan.methods()}
     if config.method not in known:
         raise RecipeError(
             f"method: {config.method!r} is unknown{nearest(config.method, list(known))}; see `spartan methods`"
         )
-    arguments: dict[str, Any] = {}
-    for key, value in config.method_args.items():
-        pair = isinstance(value, (list, tuple)) and len(value) == 2
-        arguments[key] = linear(*value) if pair else value
+    arguments = {key: _argument(f"method_args.{key}", value) for key, value in config.method_args.items()}
     accepted = list(inspect.signature(known[config.method]).parameters)
     for key in arguments:
         if key not in accepted:
@@ -47,6 +49,30 @@ def build_method(config: Config) -> Method:
         return known[config.method](**arguments)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"method_args: {error}") from None
+
+
+def _argument(key: str, value: Any) -> Any:
+    """A method's argument as a recipe writes it."""
+    if isinstance(value, Mapping):
+        return {k: _argument(f"{key}.{k}", v) for k, v in value.items()}
+    if not isinstance(value, (list, tuple)):
+        return value
+    shape, *ends = value if len(value) == 3 else ("linear", *value)
+    if shape not in SHAPES or len(ends) != 2 or not all(isinstance(end, (int, float)) for end in ends):
+        raise RecipeError(
+            f"{key}: {list(value)} is not a schedule; [start, end] or [cubic, start, end] is, with {SHAPES}"
+        )
+    return Schedule(float(ends[0]), float(ends[1]), shape)
+
+
+def build_pattern(config: Config) -> Pattern:
+    """The pattern by name, with its arguments after colons; a pair [h, w] is Block(h, w)."""
+    if not isinstance(config.pattern, str):
+        return Block(*config.pattern)
+    name, *arguments = config.pattern.split(":")
+    if name == "nm":
+        return NM(*map(int, arguments))
+    return Channel(*arguments) if name == "channel" else Unstructured()
 
 
 def build_sparsifier(config: Config, model: nn.Module, shape: tuple[int, int, int], total_steps: int) -> Sparsifier:
@@ -59,7 +85,7 @@ def build_sparsifier(config: Config, model: nn.Module, shape: tuple[int, int, in
             config.sparsity,
             total_steps,
             build_method(config),
-            pattern=Unstructured() if config.pattern == "unstructured" else Block(*config.pattern),
+            pattern=build_pattern(config),
             cost=cost,
             budget=config.budget,
             include=config.include,

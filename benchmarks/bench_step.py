@@ -1,0 +1,349 @@
+"""What a sparse training step costs over a dense one: models side by side in one run, in interleaved rounds.
+
+    python benchmarks/bench_step.py --model resnet50                    # H200: batch 256, bf16, channels_last, compiled
+    python benchmarks/bench_step.py --model vit_b_16 --block 16
+    python benchmarks/bench_step.py --model resnet50 --finetune         # with the mask fixed
+    python benchmarks/bench_step.py --model resnet50 --sinkhorn         # the paper's overhead figure, and its plot
+    python benchmarks/bench_step.py --device cpu --model resnet50 --batch 32 --runs dense-eager spartan
+
+A step is forward, backward, `optimizer.step()` (where all the sparse work happens) and `zero_grad`, on one fixed batch.
+Every figure is the median of the rounds; on a CPU, which others may be using, the smallest. "peak" is the memory at the
+fullest moment of a step over that of the dense compiled model, in bytes per target weight. The floor is what the passes
+over the weights must read and write at least (`floor` below, in bytes per weight) at this device's copy speed; "× floor"
+is the time over dense divided by it. Rows are appended to benchmarks/step.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import gc
+import math
+import platform
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spartan import IMP, Block, Sparsifier, Spartan, TopKAST, constant, linear
+from spartan.methods.base import Method
+from spartan.training import vision
+from spartan.training.models import WideResNet
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "step.csv"
+COLUMNS = [
+    *("date", "commit", "device", "torch", "model", "batch", "dtype", "pattern", "phase", "run", "compiled", "kernels"),
+    *("step_ms", "ratio", "over_ms", "peak_bytes_per_weight", "passes", "floor_bytes", "floor_ms", "times_floor"),
+]
+RUNS = ["dense-eager", "dense", "spartan", "topkast", "imp"]
+BATCH = {"resnet50": 256, "vit_b_16": 256, "wrn22": 256}
+# The bar that is held up: at most this much over the dense compiled step, and this many bytes per weight.
+MOST_OVER, MOST_BYTES = 0.015, 5.0
+
+
+def build_model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "wrn22":
+        return WideResNet(22, 2, 10)
+    return vision.torchvision().models.get_model(name)
+
+
+def build_method(name: str, beta: float | None) -> Method | None:
+    spartan = Spartan() if beta is None else Spartan(beta=constant(beta))
+    return {"spartan": spartan, "topkast": TopKAST(), "imp": IMP()}.get(name)
+
+
+def floor(run: str, passes: int, density: float, unit: int, finetune: bool) -> float:
+    """Bytes per float32 weight that the passes of a step read and write.
+
+        check        g                              4
+        transform    Spartan: g θ, then g θ → g    20    IMP: g θ → g  12    Top-KAST: nothing
+        put, take    θ → p, p → θ                  16
+        choose       u, once a pass                 4 each; with blocks θ → u once, then u, a number per block
+        project      θ → p                          8
+
+    With the mask fixed, only kept places (index, θ and m; their share is the density) and zeros are moved:
+    check 4, transform 4 + 16d, put 12d, take 12d, write 4 + 16d.
+    """
+    if finetune:
+        return 12.0 + 56.0 * density
+    choose = 4.0 * passes if unit == 1 else 4.0 + (8.0 + 4.0 * passes) / unit
+    return 4.0 + {"spartan": 20.0, "imp": 12.0, "topkast": 0.0}[run] + 16.0 + choose + 8.0
+
+
+class Run:
+    """One model with its optimizer, and the sparsifier if it has one."""
+
+    def __init__(self, name: str, method: Method | None, args: argparse.Namespace, forward: Any) -> None:
+        self.name, self.device, self.forward = name, torch.device(args.device), forward
+        before = allocated(self.device)
+        model = build_model(args.model).to(self.device)
+        if args.model != "vit_b_16" and args.device == "cuda":
+            model = model.to(memory_format=torch.channels_last)
+        self.model, self.autocast = model, args.dtype == "bf16"
+        kinds = {"fused": True} if args.device == "cuda" else {}
+        if args.model == "vit_b_16":
+            self.optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.05, **kinds)
+        else:
+            self.optimizer = torch.optim.SGD(
+                model.parameters(), lr=1e-3, momentum=0.9, nesterov=True, weight_decay=1e-4, **kinds
+            )
+        self.sparsifier = None
+        if method is not None:
+            self.sparsifier = Sparsifier(
+                model,
+                args.sparsity,
+                10_000,
+                method,
+                pattern=None if args.block == 1 else Block(args.block, args.block),
+                exclude=args.exclude,
+                warmup=0.0,
+                finetune=0.9999 if args.finetune else 0.0,  # from the first step on
+                kernels=args.kernels,
+            ).attach(self.optimizer)
+        self.times: list[float] = []
+        self.peak, self._before = 0, before
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+            loss = self.forward(self.model, x, y)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def warm_up(self, x: Tensor, y: Tensor, steps: int) -> None:
+        for _ in range(steps):
+            self.step(x, y)
+        self.mine = allocated(self.device) - self._before
+
+    def time(self, x: Tensor, y: Tensor, steps: int) -> None:
+        """Milliseconds a step, and the fullest moment without what the others hold."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        others = allocated(self.device) - self.mine
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.step(x, y)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated() - others)
+        self.times.append((time.perf_counter() - start) / steps * 1e3)
+
+    @property
+    def ms(self) -> float:
+        return statistics.median(self.times) if self.device.type == "cuda" else min(self.times)
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x).float(), y)
+
+
+def copy_speed(device: torch.device) -> float:
+    """Bytes a second, read and written, of a large copy."""
+    source = torch.ones((1 << 28) if device.type == "cuda" else (1 << 25), device=device)
+    target, times = torch.empty_like(source), []
+    for _ in range(8):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return 2.0 * source.numel() * source.element_size() / min(times)
+
+
+def measure(runs: list[Run], x: Tensor, y: Tensor, args: argparse.Namespace) -> None:
+    for run in runs:
+        start = time.perf_counter()
+        run.warm_up(x, y, args.warmup)
+        print(f"  {run.name}: {args.warmup} steps to warm up, {time.perf_counter() - start:.1f} s", flush=True)
+    for turn in range(args.rounds):
+        for run in runs if turn % 2 == 0 else runs[::-1]:
+            run.time(x, y, args.steps)
+
+
+def compare(args: argparse.Namespace) -> None:
+    device = torch.device(args.device)
+    x, y = batch(args)
+    compiled = torch.compile(loss_of) if args.compile else loss_of
+    runs = []
+    for name in args.runs:
+        forward = loss_of if name == "dense-eager" else compiled
+        runs.append(Run(name, build_method(name, args.beta), args, forward))
+    measure(runs, x, y, args)
+    dense = next((r for r in runs if r.name == "dense"), next(r for r in runs if r.name.startswith("dense")))
+    speed = copy_speed(device)
+    print(f"\n{title(args)}; copies run at {speed / 1e9:.0f} GB/s; ratios to {dense.name}")
+    print(
+        f"{'':12} {'step':>9} {'ratio':>7} {'over':>8} {'peak':>9} {'passes':>6} {'floor':>7} {'floor':>8} {'over is':>8}"
+    )
+    print(f"{'':12} {'ms':>9} {'':>7} {'ms':>8} {'B/weight':>9} {'':>6} {'B/w':>7} {'ms':>8} {'× floor':>8}")
+    rows = []
+    for run in runs:
+        over, row = run.ms - dense.ms, ["", "", "", "", ""]
+        line = f"{run.name:12} {run.ms:9.3f} {run.ms / dense.ms:7.4f} {over:8.3f}"
+        if run.sparsifier is not None:
+            stats, weights = run.sparsifier.stats, sum(layer.parameters for layer in run.sparsifier.layers())
+            peak = (run.peak - dense.peak) / weights if device.type == "cuda" else math.nan
+            bytes_each = floor(run.name, stats.passes or 2, stats.density, args.block**2, args.finetune)
+            least = bytes_each * weights / speed * 1e3
+            line += f" {peak:9.2f} {stats.passes:6d} {bytes_each:7.1f} {least:8.3f} {over / least:8.2f}"
+            row = [f"{peak:.2f}", str(stats.passes), f"{bytes_each:.1f}", f"{least:.4f}", f"{over / least:.2f}"]
+            if device.type == "cuda":
+                good = over <= MOST_OVER * dense.ms and over <= 2 * least and peak <= MOST_BYTES
+                line += "" if good else f"   (the bar: {MOST_OVER:.1%} over dense, 2 × floor, {MOST_BYTES:g} B/weight)"
+        print(line)
+        rows.append([*settings(args, run), f"{run.ms:.3f}", f"{run.ms / dense.ms:.4f}", f"{over:.3f}", *row])
+    for run in runs:
+        if run.sparsifier is not None:
+            print("\n".join(["", *repr(run.sparsifier).splitlines()[:3]]))
+            break
+    append(rows)
+
+
+def overhead_figure(args: argparse.Namespace) -> None:
+    """The paper's Figure on overhead: Sinkhorn from its three starts, and Newton, over β."""
+    x, y = batch(args)
+    forward = torch.compile(loss_of) if args.compile else loss_of
+    dense = Run("dense", None, args, forward)
+    measure([dense], x, y, args)
+    starts = {
+        "Sinkhorn, cold": "cold",
+        "Sinkhorn, dual caching": "cached",
+        "Sinkhorn, sorting": "threshold",
+        "ours": None,
+    }
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in starts}
+    rows = []
+    print(f"{title(args)}: dense {dense.ms:.3f} ms")
+    for beta in args.betas:
+        runs = [dense]
+        for name, init in starts.items():
+            solver: dict[str, Any] = {} if init is None else {"solver": "sinkhorn", "init": init}
+            # β grows a little, as it does in training: the last dual is close, not exact.
+            runs.append(Run(name, Spartan(beta=linear(beta, 1.1 * beta), **solver), args, forward))
+        measure(runs[1:], x, y, args)
+        dense.time(x, y, args.steps)  # beside the others, in case the machine has changed its mind
+        for run in runs[1:]:
+            assert run.sparsifier is not None
+            over, passes = run.ms / dense.ms - 1.0, run.sparsifier.stats.passes
+            found[run.name].append((beta, over))
+            print(f"  β = {beta:6g}  {run.name:24} {run.ms:9.3f} ms  +{over:7.2%}  {passes} passes", flush=True)
+            rows.append([*settings(args, run), f"{run.ms:.3f}", f"{run.ms / dense.ms:.4f}", f"{run.ms - dense.ms:.3f}"])
+            rows[-1][COLUMNS.index("run")] = f"{run.name}, β = {beta:g}"
+            rows[-1] += ["", str(passes), "", "", ""]
+        del run, runs  # the next β has models of its own
+        gc.collect()
+    append(rows)
+    plot(found, args)
+
+
+def plot(found: dict[str, list[tuple[float, float]]], args: argparse.Namespace) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for name, points in found.items():
+        axes.plot([b for b, _ in points], [100 * over for _, over in points], marker="o", label=name)
+    axes.set(xscale="log", yscale="symlog", xlabel="β", ylabel="training step over dense, %", title=title(args))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = HERE / f"sinkhorn_{args.model}_{args.device}.png"
+    figure.savefig(path, dpi=150)
+    print(f"{path.name} written")
+
+
+def batch(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(args.batch, 3, args.size, args.size, generator=rng).to(args.device)
+    y = torch.randint(10, (args.batch,), generator=rng).to(args.device)
+    return (x.contiguous(memory_format=torch.channels_last) if args.device == "cuda" else x), y
+
+
+def device_name(args: argparse.Namespace) -> str:
+    if args.device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def title(args: argparse.Namespace) -> str:
+    blocks = "" if args.block == 1 else f", {args.block}×{args.block} blocks"
+    phase = ", finetuning" if args.finetune else ""
+    return f"{args.model}, batch {args.batch}, {args.dtype}{blocks}{phase}, {device_name(args)}"
+
+
+def settings(args: argparse.Namespace, run: Run) -> list[str]:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    pattern = "1x1" if args.block == 1 else f"{args.block}x{args.block}"
+    by_triton = run.sparsifier is not None and "triton" in repr(run.sparsifier)
+    return [
+        *(datetime.date.today().isoformat(), commit, device_name(args), torch.__version__, args.model, str(args.batch)),
+        *(args.dtype, pattern, "finetune" if args.finetune else "soft", run.name),
+        str(args.compile and run.name != "dense-eager"),
+        "" if run.sparsifier is None else "triton" if by_triton else "torch",
+    ]
+
+
+def append(rows: list[list[str]]) -> None:
+    new = not RESULTS.exists()
+    with RESULTS.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if new:
+            writer.writerow(COLUMNS)
+        writer.writerows(rows)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(BATCH), default="resnet50")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS, help="which; a dense one is always among them")
+    parser.add_argument("--batch", type=int, help="default 256")
+    parser.add_argument("--size", type=int, help="pixels a side; default 224, or 32 for wrn22")
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], help="of autocast; default bf16 on cuda, fp32 on cpu")
+    parser.add_argument("--block", type=int, default=1, help="a block's side; 1 is single weights")
+    parser.add_argument("--sparsity", type=float, default=0.9)
+    parser.add_argument("--beta", type=float, help="a fixed β; default: 1 to 10 over training")
+    parser.add_argument("--finetune", action="store_true", help="the phase with the mask fixed")
+    parser.add_argument("--kernels", choices=["auto", "triton", "torch"], default="auto")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on cuda")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, help="a round; default 10 on cuda, 1 on cpu")
+    parser.add_argument("--warmup", type=int, default=4, help="steps before the first round; at least 3 record graphs")
+    parser.add_argument("--sinkhorn", action="store_true", help="the paper's overhead figure instead")
+    parser.add_argument("--betas", type=float, nargs="+", default=[1.0, 3.0, 10.0, 30.0, 100.0])
+    args = parser.parse_args()
+    cuda = args.device == "cuda"
+    args.batch = args.batch or BATCH[args.model]
+    args.size = args.size or (32 if args.model == "wrn22" else 224)
+    args.dtype = args.dtype or ("bf16" if cuda else "fp32")
+    args.steps = args.steps or (10 if cuda else 1)
+    args.compile = cuda if args.compile is None else args.compile
+    # Blocks that do not divide them, as in the paper: the first layer and the head.
+    args.exclude = None
+    if args.block > 1:
+        args.exclude = {
+            "resnet50": ["conv1.*", "fc.*"],
+            "vit_b_16": ["conv_proj.*", "heads.*"],
+            "wrn22": ["conv.*", "head.*"],
+        }[args.model]
+    if not any(name.startswith("dense") for name in args.runs):
+        args.runs = ["dense", *args.runs]
+    return args
+
+
+if __name__ == "__main__":
+    chosen = arguments()
+    overhead_figure(chosen) if chosen.sinkhorn else compare(chosen)

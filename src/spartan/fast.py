@@ -1,0 +1,114 @@
+"""Which groups the kernels can work on, and who decides."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from spartan.groups import Group
+from spartan.patterns import Block, Channel, Unstructured
+
+if TYPE_CHECKING:
+    from spartan.kernels.engine import Engine
+    from spartan.kernels.frozen_engine import FrozenEngine
+
+KERNELS = ("auto", "triton", "torch")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_kernels(kernels: str) -> str:
+    """The argument, or an error that says what is accepted."""
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels={kernels!r} is unknown; accepted: {', '.join(map(repr, KERNELS))}")
+    if kernels == "triton" and importlib.util.find_spec("triton") is None:
+        raise ValueError("kernels='triton': Triton is not installed; pip install triton, or use kernels='auto'")
+    return kernels
+
+
+def why_not(group: Group, kernels: str) -> str:
+    """Why plain torch does the work of a group; "" where kernels can."""
+    device = group.targets[0].parameter.device
+    if kernels == "torch":
+        return "kernels='torch'"
+    if kernels == "auto" and (device.type != "cuda" or torch.version.hip is not None):
+        return "no NVIDIA device" if device.type == "cuda" else f"on {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    dtypes = {t.parameter.dtype for t in group.targets}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
+        return f"weights of {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}"
+    for target in group.targets:
+        # Memory without gaps, in the order that ties are cut by and kept places are listed in.
+        if not (target.dense_stride is not None if group.fused else target.parameter.is_contiguous()):
+            return f"{target.name} is not in row-major order"
+    return ""
+
+
+def engine_for(
+    group: Group, thetas: Sequence[Tensor], bad: Tensor, first: int, out: Tensor, kernels: str
+) -> tuple[Engine | None, str]:
+    """The kernels of a group with these dense weights, None where plain torch does the work; and why."""
+    why = why_not(group, kernels)
+    sides = None if why else _sides(group)
+    if not why and sides is None:
+        why = f"no kernels for {group.pattern!r}"
+    if not why and any(t.numel >= 1 << 31 for t in group.targets) and not isinstance(group.pattern, Unstructured):
+        why = "a weight of 2³¹ entries or more"
+    if why or sides is None:
+        return None, f"plain torch ({why})"
+    from spartan.kernels.engine import Engine
+    from spartan.kernels.unit_engine import UnitEngine, grid_of
+
+    parameters = [t.parameter.detach() for t in group.targets]
+    if isinstance(group.pattern, Unstructured):
+        factors = [c ** (group.power - 1.0) for c in group.prices]
+        return Engine(parameters, thetas, group.prices, factors, bad, first, out), "triton kernels"
+    grids = [grid_of(t.shape, *side) for t, side in zip(group.targets, sides, strict=True)]
+    return UnitEngine(grids, parameters, thetas, group.unit_costs, group.factors, bad, first, out), "triton kernels"
+
+
+def frozen_engine_for(
+    group: Group,
+    lists: Sequence[tuple[Tensor, Tensor, Tensor]],
+    bad: Tensor,
+    first: int,
+    kernels: str,
+) -> tuple[FrozenEngine | None, str]:
+    """The kernels of a group whose mask is fixed, from θ, the mask and the place of the kept entries of each tensor."""
+    why = why_not(group, kernels)
+    if not why and len({index.dtype for _, _, index in lists}) > 1:
+        why = "weights of both under and over 2³¹ entries"
+    if why:
+        return None, f"plain torch ({why})"
+    from spartan.kernels.frozen_engine import FrozenEngine
+
+    slabs, start = [], 0
+    for target in group.targets:
+        slabs.append(start)
+        start += target.numel if group.fused else 0
+    each = list(lists) * len(group.targets) if group.fused else list(lists)
+    thetas, masks, indices = ([one[i] for one in each] for i in range(3))
+    parameters = [t.parameter.detach() for t in group.targets]
+    return FrozenEngine(parameters, slabs, thetas, masks, indices, bad, first), "triton kernels"
+
+
+def _sides(group: Group) -> list[tuple[int, int]] | None:
+    """The rows and columns of a unit of each target, seen as a matrix; None where units are nothing of the kind."""
+    found = []
+    for target in group.targets:
+        rows, columns = target.shape[0], math.prod(target.shape[1:])
+        if isinstance(group.pattern, Unstructured):
+            found.append((1, 1))
+        elif isinstance(group.pattern, Block):
+            h, w = group.pattern.h, group.pattern.w
+            found.append((rows if h == -1 else h, columns if w == -1 else w))
+        elif isinstance(group.pattern, Channel):
+            found.append((1, columns) if group.pattern.side == "out" else (rows, columns // target.shape[1]))
+        else:
+            return None
+    return found

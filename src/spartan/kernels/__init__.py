@@ -1,0 +1,1 @@
+"""Triton kernels: what `ops` does in plain torch, for all targets in one launch and without waiting for the host."""

@@ -1,0 +1,85 @@
+"""SR-STE: the sparse-refined straight-through estimator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spartan.groups import Group
+from spartan.methods.base import Method, masked, straight_through
+from spartan.methods.registry import register
+from spartan.schedules import Moment
+
+
+@register
+@dataclass(frozen=True)
+class SRSTE(Method):
+    """SR-STE: hard top-k forward, gradient straight through, and a decay of what is not kept.
+
+        w = M ⊙ θ                                  M: the units of largest magnitude
+        θ ← θ − η · (∇L(w) + λ · (1 − M) ⊙ θ)      straight through, for every θ
+
+    The decay makes pruned weights stay pruned, so that masks settle. It is made for `NM(n, m)` and works with any
+    pattern. As in the paper, masks change to the end and there is no warm-up; `warmup` and `finetune` give either.
+
+    The decay is added once per optimizer step, when gradients become those for θ, after they are accumulated, and is
+    not scaled with the loss. With a GradScaler, call `scaler.unscale_(optimizer)` first; fused optimizers need it,
+    others unscale by themselves before they step.
+
+    Args:
+        decay: λ, on the scale of SGD's `weight_decay`, which comes on top. 0 is the plain straight-through estimator,
+            that is Top-KAST with a dense gradient.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 2)
+        >>> s = spartan.Sparsifier(model, sparsity=0.5, total_steps=10, method=SRSTE(), pattern=spartan.NM(2, 4))
+        >>> (model.weight.view(-1, 4) != 0).sum(1)
+        tensor([2, 2, 2, 2])
+    """
+
+    decay: float = 2e-4
+
+    name = "srste"
+    year = 2021
+    mask_rule = "top-k of |θ|, every step"
+    gradient_rule = "g, straight through, plus λθ where not kept"
+    reference = "Zhou et al., Learning N:M fine-grained structured sparse neural networks from scratch, ICLR 2021"
+    refuses_nm = ""
+    warmup = 0.0
+    finetune = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < math.inf:
+            raise ValueError(f"SRSTE: decay={self.decay!r} is not a decay; a finite number ≥ 0 is needed, such as 2e-4")
+
+    @property
+    def linear(self) -> bool:  # type: ignore[override]
+        """The decay does not scale with the loss."""
+        return not self.decay
+
+    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+        """The magnitude threshold for the budget."""
+        group.threshold = group.top(thetas, group.k)
+
+    def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
+        """M ⊙ θ, straight through."""
+        keep = group.expand(self.keep(group, thetas))
+        return [straight_through(theta, masked(theta, kept)) for theta, kept in zip(thetas, keep, strict=True)]
+
+    def penalty(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
+        """λ · (1 − M) ⊙ θ."""
+        keep = group.expand(self.keep(group, thetas))
+        return [masked(self.decay * theta, ~kept) for theta, kept in zip(thetas, keep, strict=True)]
+
+    @torch.no_grad()
+    def gradient(
+        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment
+    ) -> list[Tensor | None]:
+        """g + λ · (1 − M) ⊙ θ."""
+        if not self.decay or all(g is None for g in grads):
+            return list(grads)
+        return [p if g is None else g + p for g, p in zip(grads, self.penalty(group, thetas, at), strict=True)]

@@ -1,0 +1,177 @@
+"""Whole runs with kernels against the same runs in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spartan import IMP, NM, Block, Channel, Flops, Sparsifier, Spartan, TopKAST, Unstructured, constant, linear
+from spartan.methods.base import Method
+from spartan.patterns import Pattern
+from tests.kernels import DEVICE
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"
+)
+
+
+def net(dtype: torch.dtype = torch.float32, channels_last: bool = False) -> nn.Sequential:
+    """Weights of 16×16, 32×64 and 16×32, for blocks; the kernel of the convolution is 2×2."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(4, 16, 2), nn.ReLU(), nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16)
+    return nn.Sequential(*layers).to(
+        DEVICE, dtype, memory_format=torch.channels_last if channels_last else torch.preserve_format
+    )
+
+
+def run(
+    kernels: str, method: Method | str, steps: int = 6, skip: int | None = None, **options: Any
+) -> tuple[Any, Any, Any]:
+    """Two steps of warm-up, two with all that is to go gone, two with the mask fixed."""
+    model = net(options.pop("dtype", torch.float32), options.pop("channels_last", False))
+    dtype = next(model.parameters()).dtype
+    if options.pop("flops", False):
+        options["cost"] = Flops(torch.zeros(1, 4, 3, 3, device=DEVICE, dtype=dtype), value_power=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    options = {"sparsity": 0.8, "total_steps": 6, "warmup": 0.34, "finetune": 0.34, "method": method} | options
+    sparsifier = Sparsifier(model, kernels=kernels, **options).attach(optimizer)
+    rng = torch.Generator().manual_seed(1)
+    losses = []
+    for step in range(steps):
+        x = torch.randn(16, 4, 3, 3, generator=rng).to(DEVICE, dtype)
+        y = torch.randint(16, (16,), generator=rng).to(DEVICE)
+        # One layer that the loss does not reach, now and then.
+        out = model(x) if step != skip else model[3:](torch.randn(16, 64, generator=rng).to(DEVICE, dtype))
+        loss = nn.functional.cross_entropy(out.float(), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, sparsifier, losses
+
+
+def same(method: Method, **options: Any) -> Sparsifier:
+    """The run in plain torch and by the kernels; returns the latter."""
+    plain, of_plain, losses = run("torch", method, **options)
+    fast, of_fast, fast_losses = run("triton", method, **options)
+    assert fast_losses == pytest.approx(losses, rel=1e-5)
+    for (key, mask), other in zip(of_plain.masks().items(), of_fast.masks().values(), strict=True):
+        assert torch.equal(mask, other), key
+    for a, b in zip(plain.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        assert torch.equal(a == 0, b == 0)
+    assert of_fast.stats.density == of_plain.stats.density
+    if of_plain.stats.mu is not None:
+        assert of_fast.stats.mu == pytest.approx(of_plain.stats.mu, rel=1e-3, abs=1e-4)
+    return of_fast
+
+
+METHODS = {
+    "spartan": Spartan(beta=linear(1, 50)),
+    "spartan-hard": Spartan(beta=constant(float("inf"))),
+    "spartan-soft": Spartan(project=False),
+    "spartan-sinkhorn": Spartan(solver="sinkhorn", init="cached"),
+    "topkast": TopKAST(),
+    "topkast-b": TopKAST(backward_sparsity=0.1, exploration=1e-2),
+    "imp": IMP(),
+}
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_a_run_is_the_same(name: str) -> None:
+    assert "by triton kernels" in repr(same(METHODS[name], skip=3))
+
+
+@pytest.mark.parametrize("name", ["spartan", "topkast-b"])
+def test_a_budget_for_every_layer(name: str) -> None:
+    same(METHODS[name], skip=2, budget="erk")
+
+
+BLOCKS = [Block(2, 2), Block(16, 16), Block(1, -1), Block(-1, 1), Channel(), Channel("in")]
+
+
+@pytest.mark.parametrize("pattern", BLOCKS, ids=repr)
+def test_blocks(pattern: Pattern) -> None:
+    # Where a mask is all but hard, a layer that the loss does not reach gets a gradient of zero, or none.
+    sparsifier = same(METHODS["spartan"], skip=None if pattern == Block(16, 16) else 3, pattern=pattern)
+    assert "by triton kernels" in repr(sparsifier)
+
+
+@pytest.mark.parametrize("name", ["spartan-hard", "spartan-soft", "topkast-b", "imp"])
+def test_blocks_of_every_method(name: str) -> None:
+    same(METHODS[name], skip=3, pattern=Block(4, 8))
+
+
+@pytest.mark.parametrize("pattern", [Unstructured(), Block(2, 2)], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype, pattern: Pattern) -> None:
+    """The same up to a step; ties are the rule, and are cut alike."""
+    for method in (METHODS["spartan"], METHODS["imp"]):
+        _, plain, _ = run("torch", method, steps=0, dtype=dtype, warmup=0.0, pattern=pattern)
+        _, fast, losses = run("triton", method, steps=0, dtype=dtype, warmup=0.0, pattern=pattern)
+        for (key, mask), other in zip(plain.masks().items(), fast.masks().values(), strict=True):
+            assert torch.equal(mask, other), key
+    _, fast, losses = run("triton", METHODS["spartan"], steps=5, dtype=dtype, warmup=0.0, pattern=pattern)
+    assert all(loss < 10 for loss in losses)
+    assert 0 <= fast.stats.target_cost - fast.stats.cost < fast._run.plan.groups[0].unit_costs[0]
+
+
+@pytest.mark.parametrize(
+    "options", [{"flops": True}, {"channels_last": True}, {"flops": True, "pattern": Block(1, -1)}]
+)
+def test_costs_and_memory_formats(options: dict[str, Any]) -> None:
+    sparsifier = same(METHODS["spartan"], **options)
+    if "channels_last" in options and DEVICE.type == "cpu":  # a group of single weights is one tensor on a GPU only
+        assert "by plain torch (0.weight is not in row-major order)" in repr(sparsifier)
+
+
+def test_what_runs_where_kernels_do_not() -> None:
+    assert "by plain torch (kernels='torch')" in repr(run("torch", IMP(), steps=0)[1])
+    assert "by plain torch (weights of float64)" in repr(run("triton", IMP(), steps=0, dtype=torch.float64)[1])
+    nm = {"pattern": NM(1, 4), "sparsity": 0.75, "warmup": 0.0}
+    assert "by plain torch (no kernels for NM(1, 4))" in repr(run("triton", IMP(), steps=0, **nm)[1])
+    assert "by triton kernels" in repr(run("triton", IMP(), steps=6, **nm)[1])  # finetuning knows no pattern
+    if DEVICE.type == "cpu":
+        assert "by plain torch (on cpu)" in repr(run("auto", IMP(), steps=0)[1])
+    assert "by triton kernels for thresholds, plain torch for" in repr(run("triton", "rigl", steps=0)[1])
+
+
+@pytest.mark.parametrize("steps", [3, 5])
+@pytest.mark.parametrize("pattern", [Unstructured(), Block(4, 4)], ids=repr)
+def test_through_a_checkpoint(pattern: Pattern, steps: int) -> None:
+    model, sparsifier, _ = run("triton", METHODS["spartan"], steps=steps, pattern=pattern)
+    state = sparsifier.state_dict()
+    # A state of one path goes on in the other.
+    for kernels in ("triton", "torch"):
+        other, again, _ = run(kernels, METHODS["spartan"], steps=0, pattern=pattern)
+        other.load_state_dict(model.state_dict())
+        again.load_state_dict(state)
+        for a, b in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0 if kernels == "triton" else 1e-5, atol=0)
+    assert (sparsifier.stats.phase == "finetune") == (steps == 5)
+
+
+def test_to_the_end() -> None:
+    model, sparsifier, _ = run("triton", METHODS["spartan"])
+    assert sparsifier.stats.phase == "finetune"
+    sparsifier.finalize()
+    zeros = sum(int((p == 0).sum()) for p in model.parameters() if p.ndim > 1)
+    assert zeros == sum(p.numel() for p in model.parameters() if p.ndim > 1) - sparsifier.stats.cost
+
+
+def test_a_mask_off_its_budget_is_told_once() -> None:
+    _, sparsifier, _ = run("triton", METHODS["spartan"], steps=2)
+    watch = sparsifier._run.watch
+    assert 0 < watch.residuals[0, 1].item() < 1e-5
+    watch.residuals[0, 1] = 0.02
+    with pytest.warns(RuntimeWarning, match="the soft mask of group 0 was 2.00% off its budget at step 2"):
+        watch.look(wait=True)
+    watch.look(wait=True)  # a second one would be an error
+
+
+def test_the_override_says_what_it_accepts() -> None:
+    with pytest.raises(ValueError, match="kernels='cuda' is unknown; accepted: 'auto', 'triton', 'torch'"):
+        run("cuda", IMP())

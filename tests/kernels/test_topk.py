@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spartan.kernels.state import PASSES, State
+from spartan.kernels.topk import TopK
+from spartan.ops.parts import Part
+from spartan.ops.select import boundary
+from spartan.ops.soft_topk import residual_at, solve
+from tests.kernels import DEVICE
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"
+)
+
+
+class Case:
+    """One problem after another over tensors of the same sizes, by the kernels and in plain torch."""
+
+    def __init__(self, tensors: list[Tensor], costs: list[float] | None = None, absolute: bool = True) -> None:
+        self.costs = costs or [1.0] * len(tensors)
+        factors = [1.0] * len(tensors) if absolute else None
+        self.absolute, self.cold = absolute, True
+        self.topk = TopK([t.numel() for t in tensors], self.costs, factors, DEVICE)
+        self.state = State.new(DEVICE)
+
+    def check(self, tensors: list[Tensor], k: float, beta: float | None = None, tol: float = 1e-6) -> int:
+        """Solve, compare, and tell how many passes it took."""
+        there = [t.to(DEVICE) for t in tensors]
+        self.topk.solve(there, self.state, k, beta, self.cold)
+        self.cold = False
+        parts = []
+        for t, c in zip(tensors, self.costs, strict=True):
+            u = t.reshape(-1).float()
+            parts.append(Part(u.abs() if self.absolute else u, c))
+        edge, mine = boundary(parts, k), self.state.threshold()
+        start, cost = 0, 0.0
+        for part in parts:
+            kept = mine.keep(part.u.to(DEVICE), start).cpu()
+            assert torch.equal(kept, edge.threshold.keep(part.u, start))
+            start, cost = start + kept.numel(), cost + int(kept.sum()) * float(part.c)
+        assert mine.host().cost == pytest.approx(cost, rel=1e-12, abs=1e-9)
+        if beta is not None:
+            dual = self.state.dual(beta).host()
+            expected = solve(parts, k, beta, start=edge)
+            assert residual_at(dual, parts, k) <= max(tol, 2 * expected.residual)
+            if 0 < k < sum(c * p.u.numel() for p, c in zip(parts, self.costs, strict=True)):
+                assert dual.mu == pytest.approx(expected.mu, rel=1e-4, abs=1e-4)
+            else:
+                assert dual.mu == expected.mu
+        return int(self.state.ints[PASSES.value])
+
+
+def odd(seed: int = 0) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=rng) for shape in ((333, 7), (4097,), (1,), (0,), (50, 3))]
+
+
+@pytest.mark.parametrize("beta", [None, 0.0, 1.0, 10.0, 100.0])
+def test_from_nothing_and_from_the_last_solution(beta: float | None) -> None:
+    tensors = odd()
+    case = Case(tensors)
+    case.check(tensors, 1000.0, beta)
+    for step in range(1, 4):
+        tensors = [t + 1e-3 * torch.randn_like(t) for t in tensors]
+        assert case.check(tensors, 1000.0 - 7.5 * step, beta) <= 3
+
+
+@pytest.mark.parametrize("beta", [1e4, 1e6, 1e8])
+def test_sharp_masks(beta: float) -> None:
+    """Where the mask is all but hard the sums see single weights: k = 1,000 allows half of one, 5e-4."""
+    case = Case(odd())
+    case.check(odd(), 1000.0, beta, tol=5e-4)
+    case.check([t * 1.01 for t in odd()], 1000.0, beta, tol=5e-4)
+
+
+def test_a_jump_is_followed() -> None:
+    """Values that have nothing to do with the last ones: the window misses, on both sides."""
+    case = Case(odd())
+    for factor in (1.0, 1e-3, 1e4, 1e-30, 1.0):
+        case.check([t * factor for t in odd(1)], 500.0)
+
+
+def test_costs_per_tensor() -> None:
+    for k in (1000.0, 1001.3, 4000.0):
+        case = Case(odd(), [1.0, 2.5, 3.0, 7.0, 0.25])
+        case.check(odd(), k, 5.0)
+
+
+@pytest.mark.parametrize("costs", [None, [1.0, 2.0, 3.0, 1.0, 5.0], [0.1, 0.2, 0.3, 0.1, 0.7]])
+@pytest.mark.parametrize("k", [0.0, 1.0, 7.0, 1000.0, 1001.7, 3000.0])
+def test_ties_are_cut_by_position(costs: list[float] | None, k: float) -> None:
+    tensors = [(t * 4).round() / 4 for t in odd()]
+    total = sum((costs or [1.0] * 5)[i] * t.numel() for i, t in enumerate(tensors))
+    Case(tensors, costs).check(tensors, min(k, total))
+
+
+def test_edges() -> None:
+    zeros = [torch.zeros(10), torch.zeros(5)]
+    for tensors in (zeros, [torch.full((10,), 0.3), torch.full((5,), -0.3)], [torch.ones(1), torch.tensor([2.0])]):
+        n = sum(t.numel() for t in tensors)
+        for k in (0.0, 0.5, 1.0, n - 1.0, n - 0.5, float(n)):
+            Case(tensors).check(tensors, k, 3.0)
+
+
+def test_values_of_any_sign() -> None:
+    """Scores as they are: negative ones, both zeros, and −inf for what may not be kept."""
+    a, b = torch.randn(100), -torch.rand(50)
+    a[:20], b[:20], b[30:] = 0.0, -0.0, -math.inf
+    for k in (1, 50, 80.5, 100, 129, 140):
+        Case([a, b], absolute=False).check([a, b], float(k))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_dtype(dtype: torch.dtype) -> None:
+    tensors = [t.to(dtype) for t in odd()]
+    for beta in (None, 10.0, 1000.0):
+        case = Case(tensors)
+        case.check(tensors, 1000.0, beta, tol=1e-3 if beta == 1000.0 else 1e-6)
+
+
+def test_a_saved_solution_goes_on_as_if_never_stopped() -> None:
+    tensors, moved = odd(), [t * 1.001 for t in odd()]
+    case = Case(tensors)
+    case.check(tensors, 900.0, 10.0)
+    saved = case.state.threshold().host(), case.state.dual(10.0).host()
+    again = Case(tensors)
+    again.cold = False
+    again.state.set(*saved)
+    case.check(moved, 890.0, 11.0)
+    again.check(moved, 890.0, 11.0)
+    assert torch.equal(case.state.floats, again.state.floats)
+    assert torch.equal(case.state.ints, again.state.ints)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_problem(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(any))
+    value = st.floats(-1e3, 1e3, width=32) | st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-42])
+    tensors = [torch.tensor(data.draw(st.lists(value, min_size=n, max_size=n)), dtype=torch.float32) for n in sizes]
+    costs = data.draw(st.lists(st.sampled_from([1.0, 2.0, 0.3]), min_size=len(sizes), max_size=len(sizes)))
+    total = math.fsum(c * n for c, n in zip(costs, sizes, strict=True))
+    k = data.draw(st.floats(0, 1)) * total
+    Case(tensors, costs, absolute=data.draw(st.booleans())).check(tensors, k)
