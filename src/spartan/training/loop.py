@@ -51,6 +51,8 @@ class Trainer:
         # A method's own parameters may learn at a rate of their own, which follows the same schedule.
         self.relative_lrs = [group["lr"] / config.optimizer.lr for group in self.optimizer.param_groups]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
+        if self.device.type == "cuda":
+            torch.backends.cudnn.benchmark = True  # batches have one size, so the fastest convolution is worth finding
         # Small nets on a fast GPU wait for launches, so steps are replayed as CUDA graphs.
         compiled = config.compile and self.device.type == "cuda"
         self.forward = torch.compile(model, mode="reduce-overhead") if compiled else model
