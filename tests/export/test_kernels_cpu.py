@@ -141,6 +141,14 @@ def test_edges(kind: str, h: int, g: int, isa: str) -> None:
 
 
 @needs_kernels
+def test_nan_reaches_the_groups_that_use_it(isa: str) -> None:
+    weight, x = torch.zeros(4, 8), torch.ones(3, 8)
+    weight[0, 0], x[1, 0] = 1.0, torch.nan
+    got = linear(x, weight, torch.zeros(4), "lanes", 2, 1, "none")
+    assert got.isnan().nonzero().tolist() == [[1, 0], [1, 1]]
+
+
+@needs_kernels
 def test_nan_reaches_the_outputs_that_use_it(isa: str) -> None:
     weight = torch.zeros(4, 8)
     weight[0, 0] = weight[1, 1] = weight[3, 0] = 1.0

@@ -98,6 +98,54 @@ void whole_image(Job* job, int64_t i, int64_t slot) {
   for (int64_t t = 0; t < one.tiles * one.chunks; t++) kernels->image_multiply(&one, t, 0);
 }
 
+// Tiles of a linear layer's tokens: a fixed number of tokens ("rows") or of vectors ("lanes").
+void tile_tokens(Job* job) {
+  if (job->multiply == kernels->tokens_multiply) {
+    job->vectors = up(job->tokens, kernels->vector);
+    job->tiles = up(job->vectors, kernels->widest(job->h));
+  } else {
+    job->tiles = up(job->tokens, job->tile);
+  }
+}
+
+// A run of tokens by one thread: packed, and multiplied by all weights while it is in the cache.
+void whole_piece(Job* job, int64_t i, int64_t slot) {
+  Job one = *job;
+  const int64_t bytes = job->bf16 ? 2 : 4, first = i * job->piece;
+  one.tokens = job->tokens - first < job->piece ? job->tokens - first : job->piece;
+  one.x = static_cast<const char*>(job->x) + first * job->inputs * bytes;
+  one.y = static_cast<char*>(job->y) + first * job->outputs * bytes;
+  one.pack = job->pack + slot * job->pack_size;
+  tile_tokens(&one);
+  for (int64_t t = 0; t < one.tiles; t++) one.rearrange(&one, t, 0);
+  for (int64_t t = 0; t < one.tiles * one.chunks; t++) one.multiply(&one, t, 0);
+}
+
+// `row` floats of scratch a token, `tile` tokens a tile.
+int64_t linear(Job* job, int64_t row, int64_t tile, int64_t threads) {
+  if (job->tokens == 0) return 0;
+  tile_tokens(job);
+  // A piece: as many tiles as the second-level cache holds beside the weights, of nearly equal size.
+  const int64_t fit = (384 << 10) / (row * tile * 4), most = fit < 1 ? 1 : fit;
+  const int64_t pieces = up(job->tiles, most);
+  if (threads == 1 || pieces >= 3 * threads) {
+    job->piece = up(job->tiles, pieces) * tile;
+    if (job->multiply == kernels->tokens_multiply && most == 1) job->piece = up(job->vectors, pieces) * kernels->vector;
+    job->pack_size = up(job->piece, tile) * tile * row;
+    job->pack = scratch.take(threads * job->pack_size);
+    if (!job->pack) return 1;
+    cut(job, 1);
+    run(job, whole_piece, up(job->tokens, job->piece), threads);
+    return 0;
+  }
+  job->pack = scratch.take(job->tiles * tile * row);
+  if (!job->pack) return 1;
+  cut(job, threads);
+  run(job, job->rearrange, job->tiles, threads);
+  run(job, job->multiply, job->tiles * job->chunks, threads);
+  return 0;
+}
+
 }  // namespace
 
 extern "C" {
@@ -129,40 +177,27 @@ PUBLIC int64_t spartan_lane_pitch(int64_t h) { return kernels->widest(h) * kerne
 PUBLIC int64_t spartan_linear_rows(const void* x, void* y, const float* bias, const int32_t* starts, const int32_t* index,
                                    const float* values, int64_t tokens, int64_t inputs, int64_t outputs, int64_t h, int64_t g,
                                    int64_t activation, int64_t bf16, int64_t threads) {
-  if (tokens == 0) return 0;
   Job job = {};
   job.x = x, job.y = y, job.bias = bias, job.starts = starts, job.index = index, job.values = values;
   job.tokens = tokens, job.inputs = inputs, job.outputs = outputs, job.h = h, job.g = g;
   job.activation = activation, job.bf16 = bf16, job.images = 1;
   job.groups = up(outputs, h);
   job.tile = kernels->rows_tile(h);
-  job.tiles = up(tokens, job.tile);
-  job.pack = scratch.take((job.tiles * job.tile) * up(inputs, g) * g);
-  if (!job.pack) return 1;
-  cut(&job, threads);
-  run(&job, kernels->rows_pack, job.tiles, threads);
-  run(&job, kernels->rows_multiply, job.tiles * job.chunks, threads);
-  return 0;
+  job.rearrange = kernels->rows_pack, job.multiply = kernels->rows_multiply;
+  return linear(&job, up(inputs, g) * g, job.tile, threads);
 }
 
 PUBLIC int64_t spartan_linear_lanes(const void* x, void* y, const float* bias, const int32_t* starts, const int32_t* index,
                                     const float* values, int64_t tokens, int64_t inputs, int64_t outputs, int64_t h,
                                     int64_t activation, int64_t bf16, int64_t threads) {
-  if (tokens == 0) return 0;
   Job job = {};
   job.x = x, job.y = y, job.bias = bias, job.starts = starts, job.index = index, job.values = values;
   job.tokens = tokens, job.inputs = inputs, job.outputs = outputs, job.h = h, job.g = 1;
   job.activation = activation, job.bf16 = bf16, job.images = 1;
   job.groups = up(outputs, h);
   job.pitch = kernels->widest(h) * kernels->vector;
-  job.vectors = up(tokens, kernels->vector);
-  job.tiles = up(job.vectors, kernels->widest(h));
-  job.pack = scratch.take(job.tiles * inputs * job.pitch);
-  if (!job.pack) return 1;
-  cut(&job, threads);
-  run(&job, kernels->tokens_pack, job.tiles, threads);
-  run(&job, kernels->tokens_multiply, job.tiles * job.chunks, threads);
-  return 0;
+  job.rearrange = kernels->tokens_pack, job.multiply = kernels->tokens_multiply;
+  return linear(&job, inputs, job.pitch, threads);
 }
 
 // geometry: images, channels, height, width, stride (2), padding (2), phases (2), rows_q, pitch, plane, out_h, out_w, direct

@@ -5,12 +5,15 @@
 
 enum Activation { NONE = 0, RELU = 1, GELU = 2, GELU_TANH = 3, SILU = 4 };
 
+struct Job;
+typedef void (*Task)(struct Job*, int64_t task, int64_t slot);
+
 // The weight, in both kernels: rows are taken h at a time; `starts` bounds each group's entries, an entry being one
 // column (or g columns in a row) in which some row of the group is not zero. `values` holds h·g numbers an entry.
 struct Job {
   const void* x;
   void* y;
-  const float* bias;      // per output, or null
+  const float* bias;      // per row of every group
   const void* residual;   // like y, or null; added before the activation
   const int32_t* starts;  // groups + 1
   const int32_t* index;   // "rows": granule number; "lanes": offset of the column's first lane in the packed input
@@ -21,30 +24,25 @@ struct Job {
   // linear: tokens × inputs
   int64_t tokens, inputs;
   int64_t tile, tiles;    // "rows": tokens a tile holds
-  // convolution: the packed input is [channel][phase][rows_q][pitch], see geometry() in layers.py
+  int64_t piece;          // tokens that one thread takes through both steps
+  Task rearrange, multiply;
+  // convolution: the packed input is [channel][phase][rows_q][pitch], see plan_conv() in ops.py
   int64_t images, channels, height, width, stride_h, stride_w, pad_h, pad_w, phases_h, phases_w, rows_q, pitch, plane;
   int64_t out_h, out_w;
   int64_t lanes;          // lanes to compute per image: out_h · pitch, less the last row's slack
   int64_t vectors;        // the same in vectors
   int64_t direct;         // read x itself: nothing to rearrange
-  int64_t pack_size;      // floats of scratch an image takes
+  int64_t pack_size;      // floats of scratch an image or a piece takes
   // work queue; each thread that comes gets a slot number
   int64_t next, tasks, slots;
-  void (*task)(struct Job*, int64_t task, int64_t slot);
+  Task task;
 };
-
-typedef void (*Task)(struct Job*, int64_t task, int64_t slot);
 
 struct Kernels {
   const char* name;
   int64_t vector;               // floats in a vector
   int64_t (*widest)(int64_t h);  // vectors in the widest tile of lanes
   int64_t (*rows_tile)(int64_t h);
-  Task rows_pack;
-  Task rows_multiply;
-  Task tokens_pack;
-  Task tokens_multiply;
-  Task image_pack;
-  Task image_multiply;
+  Task rows_pack, rows_multiply, tokens_pack, tokens_multiply, image_pack, image_multiply;
 };
 #endif

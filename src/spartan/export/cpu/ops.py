@@ -1,7 +1,8 @@
 """Sparse products on the CPU: the calls of the compiled kernels, and the same in plain torch for where there are none.
 
-Zeros of the weight are not multiplied, so a NaN or an infinity in the input reaches only the outputs that use it; a dense
-product spreads it to all. NaN passes through the activations, as in torch.
+Columns that are zero in a whole group of h rows are not multiplied, so a NaN or an infinity in the input reaches only the
+outputs of groups that use it (with h = 1: the outputs that use it); a dense product spreads it to all.
+NaN passes through the activations, as in torch.
 """
 
 from __future__ import annotations

@@ -1,0 +1,222 @@
+"""Sparse inference, end to end, against the best dense of the machine.
+
+    pip install 'spartan-sparsity[bench]'
+    python benchmarks/bench_inference.py [--cases resnet50 vit16 vit32] [--batches 1 8] [--rounds 15] [--append]
+
+Every case is a torchvision model, float32, with random weights of which all but the largest are zero (or with learned ones:
+`--load FILE`, written by `spartan.save`). "dense" are torch eager (both memory formats), torch.compile, ONNX Runtime and
+OpenVINO on the same weights, all in float32 and on as many threads; "ours" is `accelerate(model)`. Contenders take turns in
+one process; before each turn there is a pause, for another library's threads to stop spinning, and a call that is not
+timed. The least time of all rounds counts, the median stands beside it. Outputs are compared with eager's in float64.
+
+`--parts` also prints what our model spends its time on: the time that is left without the sparse layers is a floor that no
+sparse kernel can get under.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import datetime
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import spartan
+from spartan import Block
+from spartan.export import convert, load
+from spartan.export.cpu.library import status
+from spartan.export.onnx import export_onnx
+from spartan.export.runtime import SparseLayer
+from spartan.training.vision import torchvision
+
+RESULTS = Path(__file__).parent / "inference.csv"
+COLUMNS = [
+    "date",
+    "commit",
+    "device",
+    "torch",
+    "case",
+    "batch",
+    "contender",
+    "least_s",
+    "median_s",
+    "ratio_to_best_dense",
+]
+Run = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is pruned."""
+
+    model: str
+    sparsity: float
+    block: int
+    budget: str
+    exclude: tuple[str, ...]
+
+
+_HEADS = ("conv_proj*", "heads*")
+CASES = {
+    # The budget decides where the weights are kept, and with that the multiplications that are left.
+    "resnet50": Case("resnet50", 0.95, 1, "uniform", ()),
+    "resnet50-erk": Case("resnet50", 0.95, 1, "erk", ()),
+    "vit16": Case("vit_b_16", 0.9, 16, "uniform", _HEADS),
+    "vit32": Case("vit_b_16", 0.9, 32, "uniform", _HEADS),
+    "vit64": Case("vit_b_16", 0.9, 64, "uniform", _HEADS),
+    "vit": Case("vit_b_16", 0.9, 1, "uniform", _HEADS),
+}
+
+
+def build(case: Case, file: str | None) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = getattr(torchvision().models, case.model)()
+    if file is not None:
+        return load(file, model, kernels="dense").eval()
+    for module in model.modules():  # or an untrained residual branch or head would hide errors
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.0)
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+    pattern = Block(case.block, case.block) if case.block > 1 else None
+    return spartan.prune(model, case.sparsity, pattern=pattern, budget=case.budget, exclude=case.exclude or None).eval()
+
+
+def cpu_contenders(model: nn.Module, x: Tensor, folder: Path) -> dict[str, Run]:
+    """The dense forms by name, then ours."""
+    import onnxruntime
+    import openvino
+
+    threads = torch.get_num_threads()
+    last, images = copy.deepcopy(model), x.to(memory_format=torch.channels_last)
+    last.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    compiled = torch.compile(model)
+    runs: dict[str, Run] = {
+        "eager": lambda: model(x),
+        "eager, channels last": lambda: last(images),
+        "torch.compile": lambda: compiled(x),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path = export_onnx(model, folder / "model.onnx", x, dynamic_batch=False)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    runs["ONNX Runtime"] = lambda: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads}
+    network = openvino.Core().compile_model(str(path), "CPU", settings)
+    request = network.create_infer_request()
+    runs["OpenVINO"] = lambda: torch.from_numpy(request.infer([x.numpy()])[0])
+    fast = convert.accelerate(model, example_inputs=x)
+    runs["ours"] = lambda: fast(x)
+    return runs
+
+
+CONTENDERS = {"cpu": cpu_contenders}
+
+
+def measure(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            time.sleep(0.05)
+            run()
+            for _ in range(3):
+                start = time.perf_counter()
+                run()
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def print_parts(model: nn.Module, x: Tensor, rounds: int) -> None:
+    """Where our time goes: sparse layers, and the rest, which is the floor."""
+    fast = convert.accelerate(model, example_inputs=x)
+    spent: dict[str, float] = {}
+    started: list[float] = []
+
+    def before(module: nn.Module, args: object) -> None:
+        started.append(time.perf_counter())
+
+    def after(module: nn.Module, args: object, out: object) -> None:
+        kind = f"sparse {module.kernel}"
+        spent[kind] = spent.get(kind, 0.0) + time.perf_counter() - started.pop()
+
+    for module in fast.modules():
+        if isinstance(module, SparseLayer):
+            module.register_forward_pre_hook(before)
+            module.register_forward_hook(after)
+    best: tuple[float, dict[str, float]] = (float("inf"), {})
+    for _ in range(rounds):
+        spent.clear()
+        start = time.perf_counter()
+        fast(x)
+        best = min(best, (time.perf_counter() - start, dict(spent)), key=lambda pair: pair[0])
+    total, kinds = best
+    rest = total - sum(kinds.values())
+    text = ", ".join(f"{kind} {1e3 * t:.1f} ms" for kind, t in sorted(kinds.items()))
+    print(f"  of {1e3 * total:.1f} ms: {text}, everything else {1e3 * rest:.1f} ms")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=["resnet50", "vit16", "vit32"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--device", choices=list(CONTENDERS), default="cpu")
+    parser.add_argument("--load", help="a file with learned weights for the (one) case")
+    parser.add_argument("--parts", action="store_true", help="print what our time is spent on")
+    parser.add_argument("--append", action="store_true", help=f"append the figures to {RESULTS.name}")
+    args = parser.parse_args()
+    device = f"{platform.machine()}, {torch.get_num_threads()} cores"
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    print(f"{device}, torch {torch.__version__}, {status()}")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        os.environ["SPARTAN_CACHE"] = folder  # choices measured in this run, not in a busier one
+        for name in args.cases:
+            for batch in args.batches:
+                model, x = build(CASES[name], args.load), torch.randn(batch, 3, 224, 224)
+                count = spartan.flops(model, x[:1])
+                runs = CONTENDERS[args.device](model, x, Path(folder))
+                reference = copy.deepcopy(model).double()(x.double())
+                scale = float(reference.abs().max())
+                times = measure(runs, args.rounds)
+                dense = {key: min(t) for key, t in times.items() if key != "ours"}
+                best = min(dense, key=lambda key: dense[key])
+                print(f"\n{name}, batch {batch}: {count.sparse / count.dense:.1%} of the multiplications left")
+                for key, t in times.items():
+                    gap = float((runs[key]().double() - reference).abs().max()) / scale
+                    ratio = dense[best] / min(t)
+                    note = "  <- best dense" if key == best else ""
+                    print(
+                        f"  {key:<22} {1e3 * min(t):8.2f} ms (median {1e3 * statistics.median(t):8.2f})  "
+                        f"{ratio:5.2f}x  error {gap:.0e}{note}",
+                        flush=True,
+                    )
+                    row = [datetime.date.today().isoformat(), commit, device, torch.__version__, name, batch, key]
+                    rows.append([*row, f"{min(t):.6f}", f"{statistics.median(t):.6f}", f"{ratio:.2f}"])
+                if args.parts:
+                    print_parts(model, x, args.rounds)
+                torch.compiler.reset()
+    if args.append:
+        new = not RESULTS.exists()
+        with RESULTS.open("a", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerows([COLUMNS, *rows] if new else rows)
+
+
+if __name__ == "__main__":
+    main()
