@@ -7,6 +7,12 @@ soft mask's dual to a residual of 1e-6. "sort + Sinkhorn" is the paper's: a full
 from it to a tolerance of 0.01. The residual is |Σ sigmoid(βu + μ) − k| / k: how far the dual is from the solution
 (Sinkhorn then rescales its mask to the budget). The best of the repeats counts for both. Rows are appended to
 benchmarks/results.csv.
+
+    python benchmarks/bench_soft_topk.py --kernels --device cuda [--sizes 1000000 10000000 100000000 1000000000]
+
+The Triton kernels alone, over sizes: from nothing, and from the solution for values that differ by 0.1%, as after a
+training step. "× reading" compares with reading the values as often as the passes did, at copy speed. Rows are appended
+to benchmarks/soft_topk.csv.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ from spartan.ops.select import boundary
 from spartan.ops.soft_topk import Dual, residual_at, sinkhorn, solve
 
 RESULTS = Path(__file__).parent / "results.csv"
+BY_KERNELS = Path(__file__).parent / "soft_topk.csv"
 COLUMNS = [
     *("date", "commit", "device", "torch", "what", "d", "density", "beta"),
     *("ours_s", "ours_residual", "ours_passes"),
@@ -47,6 +54,69 @@ def best(f: Callable[[], Dual], device: str, repeats: int) -> tuple[float, Dual]
     return min(times), dual
 
 
+def by_kernels(args: argparse.Namespace) -> None:
+    """The kernels over sizes: time per weight, passes, and the distance to reading the values that often."""
+    from spartan.kernels.state import PASSES, State
+    from spartan.kernels.topk import TopK
+
+    device, rows = torch.device(args.device), []
+    name = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    print(f"density {args.density:g}, {name}, torch {torch.__version__}")
+    print(
+        f"{'d':>13} {'β':>6} {'start':>5} {'ms':>9} {'ns/weight':>10} {'passes':>6} {'reading':>10} {'×':>9} residual"
+    )
+    for d in args.sizes:
+        torch.manual_seed(0)
+        values = [torch.randn(d, device=device).mul_(0.05).abs_()]
+        values.append(values[0] * (1.0 + 1e-3 * torch.randn(d, device=device)))
+        k, speed = args.density * d, copy_speed(values[0])
+        for beta in args.betas:
+            topk, state = TopK([d], [1.0], [1.0], device), State.new(device)
+            for start in ("cold", "warm"):
+                times = []
+                for turn in range(2 * args.repeats + 4):  # the first ones compile and record
+                    u = values[turn % 2]
+                    if args.device == "cuda":
+                        torch.cuda.synchronize()
+                    begin = time.perf_counter()
+                    topk.solve([u], state, k, beta, cold=start == "cold")
+                    if args.device == "cuda":
+                        torch.cuda.synchronize()
+                    times.append(time.perf_counter() - begin)
+                best_ms, passes = 1e3 * min(times[4:]), int(state.ints[PASSES.value])
+                residual = residual_at(state.dual(beta).host(), [Part(u)], k)
+                read_ms = 1e3 * passes * 4 * d / speed
+                cells = [d, beta, start, f"{best_ms:.4f}", f"{1e6 * best_ms / d:.4f}", passes, f"{read_ms:.4f}"]
+                cells += [f"{best_ms / read_ms:.2f}", f"{residual:.1e}"]
+                widths = (13, 6, 5, 9, 10, 6, 10, 9, 8)
+                print(" ".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)), flush=True)
+                rows.append([datetime.date.today().isoformat(), commit, name, torch.__version__, args.density, *cells])
+        del values, u
+    new = not BY_KERNELS.exists()
+    with BY_KERNELS.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if new:
+            head = "date commit device torch density d beta start ms ns_per_weight passes reading_ms times_reading residual"
+            writer.writerow(head.split())
+        writer.writerows(rows)
+
+
+def copy_speed(like: torch.Tensor) -> float:
+    """Bytes a second, read and written, of a large copy on the device."""
+    source = torch.ones(1 << 26 if like.device.type == "cuda" else 1 << 20, device=like.device)
+    target, times = torch.empty_like(source), []
+    for _ in range(8):
+        if like.device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        target.copy_(source)
+        if like.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return 2.0 * source.numel() * source.element_size() / min(times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--d", type=int, default=25_500_000, help="number of weights (default: ResNet-50's)")
@@ -54,7 +124,12 @@ def main() -> None:
     parser.add_argument("--betas", type=float, nargs="+", default=[1.0, 10.0, 100.0, 1000.0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kernels", action="store_true", help="the Triton kernels alone, over sizes")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10**6, 10**7, 10**8, 10**9])
     args = parser.parse_args()
+    if args.kernels:
+        by_kernels(args)
+        return
     torch.manual_seed(0)
     u = torch.randn(args.d, device=args.device).mul_(0.05).abs_()
     k, parts = args.density * args.d, [Part(u)]

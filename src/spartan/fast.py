@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 KERNELS = ("auto", "triton", "torch")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CHUNKED = 1 << 16  # on a CPU, more weights than these are worth going through in chunks
 
 
 def check_kernels(kernels: str) -> str:
@@ -53,6 +54,11 @@ def engine_for(
     group: Group, thetas: Sequence[Tensor], bad: Tensor, first: int, out: Tensor, kernels: str
 ) -> tuple[Engine | None, str]:
     """The kernels of a group with these dense weights, None where plain torch does the work; and why."""
+    if kernels == "auto" and _suits_chunks(group):
+        from spartan.kernels.chunk_engine import ChunkEngine
+
+        chunked = ChunkEngine([t.parameter for t in group.targets], thetas, group.prices, group.factors)
+        return chunked, "torch in chunks that fit the cache"
     why = why_not(group, kernels)
     sides = None if why else _sides(group)
     if not why and sides is None:
@@ -61,15 +67,24 @@ def engine_for(
         why = "a weight of 2³¹ entries or more"
     if why or sides is None:
         return None, f"plain torch ({why})"
-    from spartan.kernels.engine import Engine
+    from spartan.kernels.triton_engine import TritonEngine
     from spartan.kernels.unit_engine import UnitEngine, grid_of
 
-    parameters = [t.parameter.detach() for t in group.targets]
+    parameters = [t.parameter for t in group.targets]  # themselves: someone may give them other memory
     if isinstance(group.pattern, Unstructured):
         factors = [c ** (group.power - 1.0) for c in group.prices]
-        return Engine(parameters, thetas, group.prices, factors, bad, first, out), "triton kernels"
+        return TritonEngine(parameters, thetas, group.prices, factors, bad, first, out), "triton kernels"
     grids = [grid_of(t.shape, *side) for t, side in zip(group.targets, sides, strict=True)]
     return UnitEngine(grids, parameters, thetas, group.unit_costs, group.factors, bad, first, out), "triton kernels"
+
+
+def _suits_chunks(group: Group) -> bool:
+    """Single weights on a CPU, in row-major order, and many of them: a few are done before a loop has begun."""
+    if not isinstance(group.pattern, Unstructured) or group.fused or sum(t.numel for t in group.targets) <= CHUNKED:
+        return False
+    kinds = {(t.parameter.device.type, t.parameter.dtype) for t in group.targets}
+    suits = kinds in ({("cpu", torch.float32)}, {("cpu", torch.float64)})
+    return suits and all(t.parameter.is_contiguous() for t in group.targets)
 
 
 def frozen_engine_for(
@@ -93,7 +108,7 @@ def frozen_engine_for(
         start += target.numel if group.fused else 0
     each = list(lists) * len(group.targets) if group.fused else list(lists)
     thetas, masks, indices = ([one[i] for one in each] for i in range(3))
-    parameters = [t.parameter.detach() for t in group.targets]
+    parameters = [t.parameter for t in group.targets]
     return FrozenEngine(parameters, slabs, thetas, masks, indices, bad, first), "triton kernels"
 
 

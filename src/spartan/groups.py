@@ -153,7 +153,8 @@ class Group:
         return boundary(self.parts(scores), k)
 
     def _by_kernels(self, scores: Sequence[Tensor]) -> bool:
-        return self.engine is not None and all(u.dtype == torch.float32 and u.is_contiguous() for u in scores)
+        able = self.engine is not None and self.engine.ranks_anything
+        return able and all(u.dtype == torch.float32 and u.is_contiguous() for u in scores)
 
     def _topk(self) -> TopK:
         """The kernels' top-k over any scores."""

@@ -123,13 +123,26 @@ class FrozenMaster:
         flat[self.index] = values
         return flat
 
+    def _whole(self) -> Tensor | None:
+        """The parameter as a flat view in the order of the index, where there is just one and it lies so."""
+        parameter = self.targets[0].parameter.detach()
+        return parameter.view(-1) if len(self.targets) == 1 and parameter.is_contiguous() else None
+
     def put(self, which: Sequence[int]) -> None:
-        """Write θ into the parameters of these targets; weights that are gone are zero."""
+        """Write θ into the parameters of these targets, which hold w; weights that are gone are zero."""
+        flat = self._whole()
+        if flat is not None and which:
+            flat[self.index] = self.theta
+            return
         views = lay_out(self.targets, self._spread(self.theta))
         copy_all([self.targets[j].parameter for j in which], [views[j] for j in which])
 
     def take(self, which: Sequence[int]) -> None:
         """Read θ from the parameters of these targets, at the kept places."""
+        flat = self._whole()
+        if flat is not None and which:
+            torch.index_select(flat, 0, self.index, out=self.theta)
+            return
         views = lay_out(self.targets, self._spread(self.theta))
         for j in which:
             views[j] = self.targets[j].parameter.detach()
@@ -147,10 +160,26 @@ class FrozenMaster:
         """w = θ · mask of each target."""
         return lay_out(self.targets, self._spread(self.theta * self.mask))
 
+    def write(self) -> None:
+        """Put w into the parameters."""
+        flat = self._whole()
+        if flat is None:
+            copy_all([t.parameter for t in self.targets], self.weights())
+        else:
+            flat.zero_()
+            flat[self.index] = self.theta * self.mask
+
     def gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """∂L/∂θ = g · mask: nothing for weights that are gone."""
+        """∂L/∂θ = g · mask: nothing for weights that are gone. In place where a gradient lies in the index's order."""
         if all(g is None for g in grads):
             return list(grads)
+        only = grads[0]
+        if len(grads) == 1 and only is not None and only.is_contiguous():
+            flat = only.view(-1)
+            kept = flat[self.index] * self.mask
+            flat.zero_()
+            flat[self.index] = kept
+            return [only]
         dense = [torch.zeros_like(t.parameter) if g is None else g for g, t in zip(grads, self.targets, strict=True)]
         found = self._spread(gather(self.targets, dense).reshape(-1)[self.index] * self.mask)
         return [None if g is None else x for g, x in zip(grads, lay_out(self.targets, found), strict=True)]

@@ -51,7 +51,7 @@ class Run:
                 views, out = [view for m in mine for view in views_of(m)], self.watch.residuals[group.index]
                 group.engine, group.path = engine_for(group, views, flags, first, out, self.kernels)
                 if group.engine is not None and type(self.method).write_fast is Method.write_fast:
-                    group.path = "triton kernels for thresholds, plain torch for the method's own masks"
+                    group.path += " for thresholds, plain torch for the method's own masks"
             else:
                 lists = [(m.theta, m.mask, m.index) for m in mine if isinstance(m, FrozenMaster)]
                 group.frozen_engine, group.path = frozen_engine_for(group, lists, flags, first, self.kernels)
@@ -184,11 +184,8 @@ class Run:
         start = 0
         for group in self.plan.groups:
             end = start + len(group.shapes)
-            if group.frozen_engine is not None:
-                group.frozen_engine.write()
-            else:
-                weights = [w for m in self.masters[start:end] if isinstance(m, FrozenMaster) for w in m.weights()]
-                copy_all([t.parameter for t in group.targets], weights)
+            for writer in [group.frozen_engine] if group.frozen_engine else self.frozen[start:end]:
+                writer.write()
             start = end
 
     @torch.no_grad()
@@ -219,7 +216,8 @@ class Run:
 
     def _transform_fast(self, group: Group, thetas: Sequence[Tensor], grads: list[Tensor | None]) -> bool:
         """By the kernels, if the method has one for it."""
-        if all(g is None for g in grads):
+        able = group.engine is None or group.engine.fills_in or None not in grads
+        if all(g is None for g in grads) or not able:
             return False
         for i, (target, g) in enumerate(zip(group.targets, grads, strict=True)):
             parameter = target.parameter
@@ -390,6 +388,8 @@ def _first_non_finite(tensors: Iterable[tuple[int, Tensor | None]]) -> int | Non
     """Index of the first tensor with a NaN or infinite entry, with one look at the device for all of them."""
     there = [(i, t.detach()) for i, t in tensors if t is not None and t.numel()]
     if not there:
+        return None
+    if torch.isfinite(torch.stack([t.sum().float() for _, t in there])).all():  # the sum of one that is not, is not
         return None
     largest = torch.stack([n.float() for n in torch._foreach_norm([t for _, t in there], math.inf)])
     finite = torch.isfinite(largest).tolist()

@@ -22,9 +22,8 @@ def net(dtype: torch.dtype = torch.float32, channels_last: bool = False) -> nn.S
     """Weights of 16×16, 32×64 and 16×32, for blocks; the kernel of the convolution is 2×2."""
     torch.manual_seed(0)
     layers = nn.Conv2d(4, 16, 2), nn.ReLU(), nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16)
-    return nn.Sequential(*layers).to(
-        DEVICE, dtype, memory_format=torch.channels_last if channels_last else torch.preserve_format
-    )
+    order = torch.channels_last if channels_last else torch.preserve_format
+    return nn.Sequential(*layers).to(DEVICE, dtype).to(memory_format=order)  # type: ignore[call-overload]
 
 
 def run(
@@ -36,8 +35,9 @@ def run(
     if options.pop("flops", False):
         options["cost"] = Flops(torch.zeros(1, 4, 3, 3, device=DEVICE, dtype=dtype), value_power=0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-    options = {"sparsity": 0.8, "total_steps": 6, "warmup": 0.34, "finetune": 0.34, "method": method} | options
-    sparsifier = Sparsifier(model, kernels=kernels, **options).attach(optimizer)
+    defaults = {"sparsity": 0.8, "total_steps": 6, "warmup": 0.34, "finetune": 0.34, "method": method}
+    settings: dict[str, Any] = {**defaults, **options}
+    sparsifier = Sparsifier(model, kernels=kernels, **settings).attach(optimizer)
     rng = torch.Generator().manual_seed(1)
     losses = []
     for step in range(steps):
@@ -85,12 +85,11 @@ def test_a_run_is_the_same(name: str) -> None:
     assert "by triton kernels" in repr(same(METHODS[name], skip=3))
 
 
-@pytest.mark.parametrize("name", ["spartan", "topkast-b"])
-def test_a_budget_for_every_layer(name: str) -> None:
-    same(METHODS[name], skip=2, budget="erk")
+def test_a_budget_for_every_layer() -> None:
+    same(METHODS["spartan"], skip=2, budget="erk", steps=5)
 
 
-BLOCKS = [Block(2, 2), Block(16, 16), Block(1, -1), Block(-1, 1), Channel(), Channel("in")]
+BLOCKS = [Block(2, 2), Block(16, 16), Block(1, -1), Channel()]
 
 
 @pytest.mark.parametrize("pattern", BLOCKS, ids=repr)
@@ -114,7 +113,7 @@ def test_half_precision(dtype: torch.dtype, pattern: Pattern) -> None:
         _, fast, losses = run("triton", method, steps=0, dtype=dtype, warmup=0.0, pattern=pattern)
         for (key, mask), other in zip(plain.masks().items(), fast.masks().values(), strict=True):
             assert torch.equal(mask, other), key
-    _, fast, losses = run("triton", METHODS["spartan"], steps=5, dtype=dtype, warmup=0.0, pattern=pattern)
+    _, fast, losses = run("triton", METHODS["spartan"], steps=3, dtype=dtype, warmup=0.0, finetune=0.7, pattern=pattern)
     assert all(loss < 10 for loss in losses)
     assert 0 <= fast.stats.target_cost - fast.stats.cost < fast._run.plan.groups[0].unit_costs[0]
 
@@ -131,7 +130,7 @@ def test_costs_and_memory_formats(options: dict[str, Any]) -> None:
 def test_what_runs_where_kernels_do_not() -> None:
     assert "by plain torch (kernels='torch')" in repr(run("torch", IMP(), steps=0)[1])
     assert "by plain torch (weights of float64)" in repr(run("triton", IMP(), steps=0, dtype=torch.float64)[1])
-    nm = {"pattern": NM(1, 4), "sparsity": 0.75, "warmup": 0.0}
+    nm: dict[str, Any] = {"pattern": NM(1, 4), "sparsity": 0.75, "warmup": 0.0}
     assert "by plain torch (no kernels for NM(1, 4))" in repr(run("triton", IMP(), steps=0, **nm)[1])
     assert "by triton kernels" in repr(run("triton", IMP(), steps=6, **nm)[1])  # finetuning knows no pattern
     if DEVICE.type == "cpu":
@@ -160,6 +159,42 @@ def test_to_the_end() -> None:
     sparsifier.finalize()
     zeros = sum(int((p == 0).sum()) for p in model.parameters() if p.ndim > 1)
     assert zeros == sum(p.numel() for p in model.parameters() if p.ndim > 1) - sparsifier.stats.cost
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="on a CPU there is nothing to wait for")
+@pytest.mark.parametrize("finetune", [0.0, 0.9], ids=["soft", "finetune"])
+@pytest.mark.parametrize("pattern", [Unstructured(), Block(2, 2), Block(16, 16)], ids=repr)
+@pytest.mark.parametrize("name", ["spartan", "topkast", "imp"])
+def test_no_step_waits_for_the_device(name: str, pattern: Pattern, finetune: float) -> None:
+    torch.manual_seed(0)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sparsifier = Sparsifier(model, 0.8, 40, METHODS[name], pattern=pattern, warmup=0.0, finetune=finetune)
+    sparsifier.attach(optimizer)
+    x, y = torch.randn(16, 4, 3, 3, device=DEVICE), torch.randint(16, (16,), device=DEVICE)
+
+    def steps(n: int) -> None:
+        for _ in range(n):
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    steps(6)  # into finetuning, where the kept places are listed; and graphs are recorded
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        steps(20)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sparsifier.stats.phase == ("finetune" if finetune else "intermediate")
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="the interpreter runs one program after the other")
+@pytest.mark.parametrize("pattern", [Unstructured(), Block(2, 2)], ids=repr)
+def test_two_runs_give_the_same_bits(pattern: Pattern) -> None:
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        first, second = (run("triton", METHODS["spartan"], pattern=pattern)[0] for _ in range(2))
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_a_mask_off_its_budget_is_told_once() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from spartan import Block, Channel, Spartan
 from spartan.fast import engine_for
 from spartan.groups import Group
+from spartan.kernels.unit_engine import UnitEngine
 from spartan.patterns import Pattern
 from spartan.schedules import Moment
 from spartan.targets import Target
@@ -19,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 # Rows and columns that are no powers of two, one row, one column, more units than a tile and a unit longer than one.
-SHAPES = {
+SHAPES: dict[Pattern, list[tuple[int, ...]]] = {
     Block(3, 5): [(6, 15), (9, 5, 3), (3, 5), (3, 3080)],
     Block(2, 1): [(2, 1), (6, 701), (4, 3, 3)],
     Block(1, -1): [(5, 7), (1, 2100), (3, 2, 2, 3), (3, 1)],
@@ -53,7 +56,7 @@ def groups(pattern: Pattern, dtype: torch.dtype) -> tuple[Group, Group, list[Ten
 def test_units_agree(pattern: Pattern, dtype: torch.dtype) -> None:
     plain, fast, thetas = groups(pattern, dtype)
     engine, k, beta, spartan = fast.engine, 0.4 * plain.total, 6.0, Spartan()
-    assert engine is not None
+    assert isinstance(engine, UnitEngine)
     fast.threshold, fast.dual = fast.soft_top(thetas, k, beta)
     plain.threshold, plain.dual = plain.soft_top(thetas, k, beta)
     for u, v in zip(plain.scores(thetas), fast.scores(thetas), strict=True):
@@ -62,7 +65,7 @@ def test_units_agree(pattern: Pattern, dtype: torch.dtype) -> None:
     for a, b in zip(keep, fast.keep(fast.scores(thetas), fast.threshold), strict=True):
         assert torch.equal(a, b)
     assert float(fast.dual.mu) == pytest.approx(float(plain.dual.mu), rel=1e-5, abs=1e-5)  # type: ignore[arg-type]
-    close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
+    close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
 
     for soft, dual in ((True, plain.dual), (False, None)):
         engine.project(soft=soft)

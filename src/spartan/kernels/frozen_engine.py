@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from spartan.kernels import kept
-from spartan.kernels.engine import FINE, Launcher
 from spartan.kernels.tables import Addresses, Pieces
+from spartan.kernels.triton_engine import FINE, Launcher
 
 BLOCK = 2048
 INDICES = {torch.int32: tl.int32, torch.int64: tl.int64}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from spartan.kernels import gradient, units
-from spartan.kernels.engine import Engine
 from spartan.kernels.tables import Pieces
 from spartan.kernels.topk import TopK
+from spartan.kernels.triton_engine import TritonEngine
 
 TILE = 2048  # entries that a program holds at once
 
@@ -26,7 +26,7 @@ class Grid(NamedTuple):
     w: int
 
 
-class UnitEngine(Engine):
+class UnitEngine(TritonEngine):
     """Launches the kernels of one group of blocks.
 
     Args:
