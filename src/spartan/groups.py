@@ -134,7 +134,9 @@ class Group:
 
     def go_on_from(self, threshold: Threshold | None, dual: Dual | RowDual | None) -> None:
         """Take over masks that were saved."""
-        if self.engine is not None and threshold is not None and not isinstance(dual, RowDual):
+        # A rescaled mask is a Sinkhorn iteration's, which kernels know nothing of.
+        by_kernels = not isinstance(dual, RowDual) and (dual is None or dual.scale == 1.0)
+        if self.engine is not None and threshold is not None and by_kernels:
             threshold, dual = self.engine.restore(threshold, dual)
         self.threshold, self.dual = threshold, dual
 

@@ -66,7 +66,8 @@ def ratio(sums, costs, pieces, floats, out, ROWS: tl.constexpr):
     below = tl.sum(a2)
     tl.store(out + RATIO, tl.where(below != 0.0, tl.sum(a1) / tl.where(below != 0.0, below, 1.0), 0.0))
     k = tl.load(floats + SOFT_K)
-    tl.store(out + RESIDUAL, tl.abs(tl.sum(f) - k) / tl.where(k > 0.0, k, 1.0))
+    # The budget is 0 where there is nothing to miss, and until the first solution after a checkpoint.
+    tl.store(out + RESIDUAL, tl.where(k > 0.0, tl.abs(tl.sum(f) - k) / tl.where(k > 0.0, k, 1.0), 0.0))
 
 
 @triton.jit
