@@ -3,11 +3,14 @@
     pip install 'spartan-sparsity[bench]'
     python benchmarks/bench_inference.py [--cases resnet50 vit16 vit32] [--batches 1 8] [--rounds 15] [--append]
 
-Every case is a torchvision model, float32, with random weights of which all but the largest are zero (or with learned ones:
-`--load FILE`, written by `spartan.save`). "dense" are torch eager (both memory formats), torch.compile, ONNX Runtime and
-OpenVINO on the same weights, all in float32 and on as many threads; "ours" is `accelerate(model)`. Contenders take turns in
-one process; before each turn there is a pause, for another library's threads to stop spinning, and a call that is not
-timed. The least time of all rounds counts, the median stands beside it. Outputs are compared with eager's in float64.
+Every case is a torchvision model, float32, with random weights of which all but the largest are zero. With `--load FILE`
+(model.safetensors of a finished run, or what `spartan.save` wrote) the one case is the model in that file, with the masks
+that it learned. "dense" are torch eager (both memory formats), torch.compile, ONNX Runtime and OpenVINO on the same weights,
+all in float32 and on as many threads; "ours" is `accelerate(model)`. Contenders take turns in one process; before each turn
+there is a pause, for another library's threads to stop spinning, and a call that is not timed. The least time of all rounds
+counts, the median stands beside it. Outputs are compared with eager's in float64.
+
+`--device cuda` measures on a GPU, in bfloat16, single layers and ViT-B/16 at batch 64 and 256; see inference_gpu.py.
 
 `--parts` also prints what our model spends its time on: the time that is left without the sparse layers is a floor that no
 sparse kernel can get under.
@@ -19,6 +22,7 @@ import argparse
 import copy
 import csv
 import datetime
+import functools
 import os
 import platform
 import statistics
@@ -37,6 +41,7 @@ import spartan
 from spartan import Block
 from spartan.export import convert, load
 from spartan.export.cpu.library import status
+from spartan.export.load import open_file
 from spartan.export.onnx import export_onnx
 from spartan.export.runtime import SparseLayer
 from spartan.training.vision import torchvision
@@ -80,11 +85,9 @@ CASES = {
 }
 
 
-def build(case: Case, file: str | None) -> nn.Module:
+def build(case: Case) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = getattr(torchvision().models, case.model)()
-    if file is not None:
-        return load(file, model, kernels="dense").eval()
     for module in model.modules():  # or an untrained residual branch or head would hide errors
         if isinstance(module, nn.BatchNorm2d):
             nn.init.uniform_(module.weight, 0.5, 1.0)
@@ -92,6 +95,12 @@ def build(case: Case, file: str | None) -> nn.Module:
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
     pattern = Block(case.block, case.block) if case.block > 1 else None
     return spartan.prune(model, case.sparsity, pattern=pattern, budget=case.budget, exclude=case.exclude or None).eval()
+
+
+def learned(file: str) -> tuple[nn.Module, tuple[int, ...]]:
+    """The model of a packed file, in float32, and the shape of its images."""
+    reference = open_file(file).architecture or {}
+    return load(file, kernels="dense").float().eval(), tuple(reference.get("shape", (3, 224, 224)))
 
 
 def cpu_contenders(model: nn.Module, x: Tensor, folder: Path) -> dict[str, Run]:
@@ -123,9 +132,6 @@ def cpu_contenders(model: nn.Module, x: Tensor, folder: Path) -> dict[str, Run]:
     fast = convert.accelerate(model, example_inputs=x)
     runs["ours"] = lambda: fast(x)
     return runs
-
-
-CONTENDERS = {"cpu": cpu_contenders}
 
 
 def measure(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
@@ -170,27 +176,76 @@ def print_parts(model: nn.Module, x: Tensor, rounds: int) -> None:
     print(f"  of {1e3 * total:.1f} ms: {text}, everything else {1e3 * rest:.1f} ms")
 
 
+def git_commit() -> str:
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+
+
+def append(rows: list[list[object]]) -> None:
+    new = not RESULTS.exists()
+    with RESULTS.open("a", newline="") as file:
+        csv.writer(file).writerows([COLUMNS, *rows] if new else rows)
+
+
+def gpu(args: argparse.Namespace) -> None:
+    """The part for a GPU."""
+    import inference_gpu
+
+    from spartan.export.gpu import ops
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    print(f"{device}, torch {torch.__version__}, {ops.status()}")
+    about = [datetime.date.today().isoformat(), git_commit(), device, torch.__version__]
+    models: dict[str, Callable[[], nn.Module]] = {
+        name: functools.partial(build, CASES[name]) for name in args.cases or ["vit64", "vit32", "vit16"]
+    }
+    shape: tuple[int, ...] = (3, 224, 224)
+    if args.load:
+        model, shape = learned(args.load)
+        models = {Path(args.load).absolute().parent.name: lambda: model}
+
+    def write(row: inference_gpu.Row) -> None:
+        case, size, contender, least, median, ratio = row
+        if args.append:
+            append([[*about, case, size, contender, f"{least:.9f}", f"{median:.9f}", f"{ratio:.2f}"]])
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["SPARTAN_CACHE"] = folder
+        batches = args.batches or [64, 256]
+        inference_gpu.bench(models, shape, batches, bool(args.load), write, args.seconds, args.wide)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=["resnet50", "vit16", "vit32"])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument(
+        "--cases", nargs="+", choices=list(CASES), help="default: resnet50 vit16 vit32; on a GPU vit64 vit32 vit16"
+    )
+    parser.add_argument("--batches", type=int, nargs="+", help="default: 1 8; on a GPU 64 256")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--device", choices=list(CONTENDERS), default="cpu")
-    parser.add_argument("--load", help="a file with learned weights for the (one) case")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--seconds", type=float, default=170.0, help="on a GPU: begin nothing new after this time")
+    parser.add_argument(
+        "--wide", type=int, default=0, help="on a GPU: time so many more launches of each layer's kernels"
+    )
+    parser.add_argument("--load", metavar="FILE", help="a packed file with learned weights, instead of the cases")
     parser.add_argument("--parts", action="store_true", help="print what our time is spent on")
     parser.add_argument("--append", action="store_true", help=f"append the figures to {RESULTS.name}")
     args = parser.parse_args()
+    if args.device == "cuda":
+        gpu(args)
+        return
+    args.cases, args.batches = args.cases or ["resnet50", "vit16", "vit32"], args.batches or [1, 8]
     device = f"{platform.machine()}, {torch.get_num_threads()} cores"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = git_commit()
     print(f"{device}, torch {torch.__version__}, {status()}")
     rows = []
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         os.environ["SPARTAN_CACHE"] = folder  # choices measured in this run, not in a busier one
-        for name in args.cases:
+        for name in [Path(args.load).absolute().parent.name] if args.load else args.cases:
             for batch in args.batches:
-                model, x = build(CASES[name], args.load), torch.randn(batch, 3, 224, 224)
+                model, shape = learned(args.load) if args.load else (build(CASES[name]), (3, 224, 224))
+                x = torch.randn(batch, *shape)
                 count = spartan.flops(model, x[:1])
-                runs = CONTENDERS[args.device](model, x, Path(folder))
+                runs = cpu_contenders(model, x, Path(folder))
                 reference = copy.deepcopy(model).double()(x.double())
                 scale = float(reference.abs().max())
                 times = measure(runs, args.rounds)
@@ -212,10 +267,7 @@ def main() -> None:
                     print_parts(model, x, args.rounds)
                 torch.compiler.reset()
     if args.append:
-        new = not RESULTS.exists()
-        with RESULTS.open("a", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerows([COLUMNS, *rows] if new else rows)
+        append(rows)
 
 
 if __name__ == "__main__":

@@ -13,19 +13,22 @@ ROOT = Path(spartan.__file__).parent
 
 # From the bottom up; a module may import from layers below its own, and from its own.
 LAYERS = [
-    {"ops.parts", "ops.select", "ops.soft_topk", "ops.rows", "ops"},
+    {"ops.parts", "ops.select", "ops.soft_topk", "ops.rows", "ops.collective", "ops.spread", "ops"},
     {"kernels"},
-    {"targets", "patterns", "heads", "schedules", "flop_count"},
+    {"targets", "patterns", "heads", "schedules", "flop_count", "sharding"},
     {"costs"},
     {"budgets"},
     {"groups"},
     {"fast", "watch"},
     {"methods.base", "methods.registry", "methods"},
-    {"masters", "run", "ledger", "stats", "checkpoint", "portable", "oneshot"},
+    {"masters", "checks", "run", "ledger", "stats", "checkpoint", "portable", "oneshot"},
     {"wrap"},
     {"sparsifier"},
+    {"sharded_checkpoint"},
+    {"export"},
     {""},
-    {"training", "report", "export"},
+    {"training", "report"},
+    {"export.bench", "export.commands", "export.trained"},
     {"cli"},
     {"__main__"},
 ]
@@ -38,10 +41,8 @@ def module_name(path: Path) -> str:
 
 def layer(name: str) -> int:
     parts = name.partition(".")
-    if parts[0] in {"methods", "kernels", "training", "report", "export"} and name not in {
-        "methods.base",
-        "methods.registry",
-    }:
+    # A module named above has a place of its own, others that of their package.
+    if parts[0] in {"methods", "kernels", "training", "report", "export"} and not any(name in ns for ns in LAYERS):
         name = parts[0]
     return next(i for i, names in enumerate(LAYERS) if name in names)
 

@@ -1,6 +1,9 @@
 """Spartan: train any PyTorch model to an exact sparsity budget."""
 
+from typing import TYPE_CHECKING, Any
+
 from spartan.costs import Flops, Params
+from spartan.export import load, save
 from spartan.flop_count import flops
 from spartan.heads import Heads
 from spartan.methods import Methods, package
@@ -13,6 +16,9 @@ from spartan.ops import hard_topk, soft_topk
 from spartan.patterns import NM, Block, Channel, Unstructured
 from spartan.schedules import constant, cosine, cubic, linear
 from spartan.sparsifier import Sparsifier
+
+if TYPE_CHECKING:
+    from spartan.export import accelerate, explain, export_onnx
 
 __version__ = "0.1.0"
 
@@ -33,13 +39,27 @@ __all__ = [
     "TopKAST",
     "Unstructured",
     "__version__",
+    "accelerate",
     "constant",
     "cosine",
     "cubic",
+    "explain",
+    "export_onnx",
     "flops",
     "hard_topk",
     "linear",
+    "load",
     "methods",
     "prune",
+    "save",
     "soft_topk",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The sparse runtime needs torch's compiler, which takes a second to import: only for those who ask for it.
+    if name in ("accelerate", "explain", "export_onnx"):
+        from spartan import export
+
+        return getattr(export, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The command line: `spartan train`, `evaluate`, `compare`, `sweep`, `report`, `recipes`, `methods`."""
+"""The command line: `spartan train`, `evaluate`, `compare`, `sweep`, `report`, `export`, `bench` and so on."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import errno
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 try:
     import typer
     from typer.core import TyperGroup
 except ModuleNotFoundError as _missing:  # the library works without it
     raise SystemExit(f"the command line needs {_missing.name}: pip install 'spartan-sparsity[app]'") from None
+
+from spartan.export.commands import bench, export, inspect
+
+if TYPE_CHECKING:
+    from spartan.training.config import Config
+    from spartan.training.processes import Processes
 
 Sets = Annotated[
     list[str] | None,
@@ -29,7 +35,8 @@ class _Friendly(TyperGroup):
         try:
             return super().invoke(ctx)
         except Interrupted as stop:
-            typer.echo(stop.message, err=True)
+            if os.environ.get("RANK", "0") == "0":
+                typer.echo(stop.message, err=True)
             raise
         except (ValueError, OSError, ImportError, RuntimeError) as error:
             if not _is_clear(error) or os.environ.get("SPARTAN_TRACEBACK"):
@@ -87,6 +94,9 @@ def _spartan(
       spartan train
     Three methods, two sparsities, three seeds, and the table:
       spartan sweep digits --set method=spartan,topkast,imp --set sparsity=.95,.98 --seeds 3
+    What is gained, on disk and in time:
+      spartan export runs/digits-spartan-0.95-seed0
+      spartan bench runs/digits-spartan-0.95-seed0
     What there is:
       spartan recipes
       spartan methods
@@ -118,49 +128,63 @@ def train(
     spartan train digits --set 'method_args={beta: [1, 20]}'
     spartan train resnet50-imagenet --show > mine.yaml   every key, to edit; then: spartan train mine.yaml
     spartan train --resume runs/imp                      after Ctrl-C, a kill or a power cut
+    torchrun --nproc-per-node=8 -m spartan train resnet50-imagenet --out runs/r50   the same run on eight GPUs
 
     The folder gets the resolved recipe, versions, metrics.jsonl, TensorBoard events, checkpoints, model.safetensors,
     summary.json and report.html. Every mistake in a recipe is found before the folder is made.
     """
     from spartan.training.config import RecipeError, load_recipe, to_yaml
-    from spartan.training.runs import free_folder, is_run, run_name
+    from spartan.training.processes import joined, restarted
+    from spartan.training.runs import to_continue
 
     if resume is not None:
         given = [n for n, v in {"RECIPE": recipe, "--set": sets, "--out": out, "--show": show}.items() if v]
         if given:
             raise RecipeError(f"--resume continues a run as it was started; it cannot be combined with {given[0]}")
-        _resume(resume, quiet)
-        return
     name = recipe or "digits"
-    config = load_recipe(name, sets or ())
-    if show:
-        typer.echo(to_yaml(config), nl=False)
+    asked = load_recipe(name, sets or ()) if resume is None else None
+    if show and asked is not None:
+        typer.echo(to_yaml(asked), nl=False)
         return
-    if out is not None and is_run(out):
-        raise RecipeError(
-            f"--out: {out} holds a run already; continue it with --resume {out}, or choose another folder"
-        )
-    folder = out or free_folder(Path("runs") / run_name(name, config))
 
     from spartan.training import loop
 
-    if not quiet:
-        typer.echo(f"{name}: {config.method} at sparsity {config.sparsity:g}, {config.epochs} epochs -> {folder}")
-    summary = loop.train(config, folder, quiet=quiet, command=["spartan", *sys.argv[1:]])
-    _finish(folder, summary)
+    with joined() as us:
+        again = any(us.gather(restarted()))
+
+        def plan() -> tuple[Config | None, Path, bool]:
+            if resume is not None or asked is None:
+                return None, resume or Path(), True
+            return asked, *to_continue(name, asked, out, again)
+
+        # The first process's word counts for all: on another machine the folder may not have been there, or is by now.
+        config, folder, unfinished = us.decide(plan)
+        if unfinished or config is None:
+            _resume(folder, quiet, us)
+            return
+        if us.first and not quiet:
+            on = "" if us.alone else f" on {us.world} processes"
+            about = f"{config.method} at sparsity {config.sparsity:g}, {config.epochs} epochs"
+            typer.echo(f"{name}: {about}{on} -> {folder}")
+        summary = loop.train(config, folder, quiet=quiet, command=["spartan", *sys.argv[1:]])
+        if us.first:
+            _finish(folder, summary)
 
 
-def _resume(folder: Path, quiet: bool) -> None:
+def _resume(folder: Path, quiet: bool, us: Processes) -> None:
     from spartan.training import loop
     from spartan.training.runs import read_run, result
 
-    run = read_run(folder)
+    run = us.decide(lambda: read_run(folder))
     if run.summary is not None:
-        typer.echo(f"{folder} is finished: {result(run.summary)}")
+        if us.first:
+            typer.echo(f"{folder} is finished: {result(run.summary)}")
         return
-    if not quiet:
-        typer.echo(f"continuing {folder}")
-    _finish(folder, loop.resume(folder, quiet=quiet))
+    if us.first and not quiet:
+        typer.echo(f"continuing {folder}" + ("" if us.alone else f" on {us.world} processes"))
+    summary = loop.resume(folder, quiet=quiet)
+    if us.first:
+        _finish(folder, summary)
 
 
 def _finish(folder: Path, summary: dict[str, Any]) -> None:
@@ -304,6 +328,8 @@ def sweep(
     from spartan.training.runs import find_runs
     from spartan.training.sweep import Sweep, Telling, plan
 
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ValueError("sweep: it starts processes of its own; start it once, without torchrun")
     folder = out or Path("runs") / f"{Path(recipe).stem}-sweep"
     planned = plan(recipe, sets or [], seeds, folder)
     sweeper = Sweep(recipe, folder, min(jobs, len(planned)))
@@ -342,3 +368,7 @@ def report(
         import webbrowser
 
         webbrowser.open(page.resolve().as_uri())
+
+
+for _command in (export, inspect, bench):
+    app.command()(_command)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from spartan.flop_count import macs_per_parameter
-from spartan.targets import Target, matches
+from spartan.sharding import is_dtensor
+from spartan.targets import Target, find_targets, matches
 
 
 class Cost(ABC):
@@ -61,6 +62,12 @@ class Flops(Cost):
 
     def per_parameter(self, model: nn.Module, targets: Sequence[Target]) -> list[float]:
         """Positions per example, measured by one forward pass."""
+        sharded = [target.name for target in targets if is_dtensor(target.parameter)]
+        if sharded:
+            raise ValueError(
+                f"cost={self.describe()} with {sharded[0]} in shards: no single process can see what it multiplies. "
+                "Count before sharding, costs = Flops(example_inputs).table(model), and pass cost=costs"
+            )
         found = macs_per_parameter(model, {t.name: t.parameter for t in targets}, self.example_inputs)
         for target in targets:
             if not found[target.name] > 0:
@@ -70,6 +77,13 @@ class Flops(Cost):
                     f"exclude it with exclude=[{target.name!r}]"
                 )
         return [found[target.name] for target in targets]
+
+    def table(
+        self, model: nn.Module, include: str | Iterable[str] | None = None, exclude: str | Iterable[str] | None = None
+    ) -> dict[str, float]:
+        """Cost per parameter by name, for `cost=` of a model that is sharded afterwards; globs as the sparsifier's."""
+        targets = find_targets(model, include, exclude)
+        return {t.name: c for t, c in zip(targets, self.per_parameter(model, targets), strict=True)}
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ def prune(
         model, sparsity, pattern=pattern, cost=cost, budget=budget, include=include, exclude=exclude, count=count
     )
     for group in plan.groups:
-        scores = group.scores([t.parameter for t in group.targets])
+        scores = group.scores([t.local for t in group.targets])
         threshold = group.select(scores, group.total * (1.0 - group.sparsity))
         for target, keep in zip(group.targets, group.expand(group.keep(scores, threshold)), strict=True):
-            target.parameter.masked_fill_(~keep, 0.0)
+            target.local.masked_fill_(~keep, 0.0)
     return model

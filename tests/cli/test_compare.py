@@ -29,6 +29,7 @@ SUMMARY = {
     "parameters": 24680,
     "model_parameters": 25000,
     "model_bytes": 100_000,
+    "dense_bytes": 2_000_000,
     "images_per_s": 500.0,
 }
 
@@ -120,9 +121,10 @@ def test_other_settings_are_not_averaged_away(tmp_path: Path) -> None:
 
 def test_a_single_seed_has_no_spread(tmp_path: Path) -> None:
     make_run(tmp_path / "a", top1=0.9)
-    header, ((*_, accuracy, _seeds, _s, _f, _n, _b, _t),) = compare.table(compare.rows_of(find_runs([tmp_path])))
+    header, ((*_, accuracy, _seeds, _s, _f, _n, size, _t),) = compare.table(compare.rows_of(find_runs([tmp_path])))
     assert accuracy == "90.00"
     assert "setting" not in header
+    assert size == "100 KB of 2 MB"
 
 
 def test_what_is_damaged_or_absent_is_named(tmp_path: Path) -> None:

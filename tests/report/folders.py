@@ -169,6 +169,7 @@ def _summary(
         "flops_dense": sum(layer["flops"] for layer in layers),
         "flops_sparse": sum(layer["sparse_flops"] for layer in layers),
         "model_bytes": round(total * (1 - gone) * 6) + 9_000,
+        "dense_bytes": 4 * (total + 2_500),
         "seed": seed,
         "layers": layers,
     }

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spartan.training.config import Config, from_dict
 from spartan.training.data import Data, build_data
+from spartan.training.processes import Processes
 
 CPU = torch.device("cpu")
 TRAIN, TEST, CLASSES = 22, 7, 3
@@ -25,8 +26,8 @@ def config(
     return from_dict({"seed": seed, "batch_size": batch, "micro_batch": micro, "data": section})
 
 
-def build(*args: Any, **kwargs: Any) -> Data:
-    return build_data(config(*args, **kwargs), CPU)
+def build(*args: Any, us: Processes = Processes(), **kwargs: Any) -> Data:  # noqa: B008
+    return build_data(config(*args, **kwargs), CPU, us)
 
 
 def same(a: list[tuple[Tensor, Tensor]], b: list[tuple[Tensor, Tensor]]) -> bool:

@@ -12,6 +12,7 @@ from spartan.training.config import RecipeError
 from spartan.training.data import Data
 from spartan.training.image_tables import braces
 from spartan.training.large_images import LargeImages
+from spartan.training.processes import Processes
 from tests.training.samples import CLASSES, TEST, TRAIN, add, arrays, build, folder, npz, same, shards
 
 __all__ = ["folder", "npz", "shards"]  # fixtures
@@ -63,6 +64,26 @@ def test_workers_change_nothing(kind: str, request: pytest.FixtureRequest) -> No
     next(passing)  # left in the middle: the next pass must not see the rest of it
     assert same(list(data.train(1, start=2)), list(alone.train(1, start=2)))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kind", ["digits", "npz", "imagefolder", "webdataset"])
+def test_processes_share_one_order(kind: str, request: pytest.FixtureRequest) -> None:
+    alone = make(kind, request)  # two micro-batches a step: one for each process
+    whole, tests = list(alone.train(3)), [torch.cat(part) for part in zip(*alone.test(), strict=True)]
+    for world in (1, 2):
+        shares = [make(kind, request, us=Processes(rank, world)) for rank in range(world)]
+        assert {data.micro for data in shares} == {alone.micro}
+        for rank, data in enumerate(shares):
+            assert same(list(data.train(3)), whole[rank::world])
+            assert same(list(data.train(3, start=2)), whole[rank::world][2:])
+            mine = [torch.cat(part) for part in zip(*data.test(), strict=True)]
+            assert all(torch.equal(a, b[rank::world]) for a, b in zip(mine, tests, strict=True))
+
+
+def test_more_processes_than_test_images(npz: Path, folder: Path) -> None:
+    for source, path in (("npz", npz), ("imagefolder", folder)):
+        shares = [build(source, path, us=Processes(rank, 2 * TEST), batch=2 * TEST, image_size=8) for rank in (0, TEST)]
+        assert [sum(len(y) for _, y in data.test()) for data in shares] == [1, 0]
 
 
 def test_an_epoch_shows_every_image_once(npz: Path, folder: Path, shards: Path) -> None:
@@ -129,7 +150,7 @@ def test_shards_by_pattern_and_by_folder(shards: Path, tmp_path: Path) -> None:
         (tmp_path / part).mkdir(exist_ok=True)
         shutil.copy(file, tmp_path / part / file.name.partition("-")[2])
     assert same(list(build("webdataset", tmp_path, image_size=8).test()), whole)
-    counts = {"train_size": TRAIN, "test_size": TEST, "classes": 5}
+    counts: dict[str, Any] = {"train_size": TRAIN, "test_size": TEST, "classes": 5}
     assert build("webdataset", shards, image_size=8, **counts).classes == 5
     assert braces("a{08..11}{x,}") == [f"a{n}{x}" for n in ("08", "09", "10", "11") for x in ("x", "")]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors.torch import load_file
 
+from spartan.export import read
 from spartan.training.config import load_recipe
 from spartan.training.loop import train
 
@@ -74,7 +74,7 @@ def test_end_to_end(recipe: str, source: str, images: dict[str, Path], tmp_path:
         ],
     )
     summary = train(config, tmp_path / "run", quiet=True)
-    weights = load_file(tmp_path / "run" / "model.safetensors")
+    weights = read(tmp_path / "run" / "model.safetensors")
     for layer in summary["layers"]:
         assert int((weights[layer["name"]] != 0).sum()) == layer["kept"]
     if config.cost == "params":

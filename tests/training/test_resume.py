@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from spartan.export import read
 from spartan.training.checkpoint import checkpoints
 from spartan.training.config import Config, RecipeError, load_recipe
 from spartan.training.loop import resume, train
@@ -53,7 +53,7 @@ def wait(pid: int) -> int:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "model.safetensors")
+    return read(run / "model.safetensors")
 
 
 def epochs(run: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Layers of an accelerated model: for inference, with bias, activation and (convolutions) a residual in one call.
 
 `DenseLinear` and `DenseConv2d` run torch's dense products; `SparseLinear` and `SparseConv2d` run the CPU kernels on a packed
-weight. They hold buffers, not parameters, and refuse to train or to be differentiated through.
+weight; a `DeviceLinear` (in `spartan.export.gpu`) runs another device's. They hold buffers, not parameters, and refuse to
+train or to be differentiated through.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Kernel = tuple[str, int, int]
 
 
 # torch.compile leaves the kernels' calls as they are and compiles around them.
-_outside_graphs: Callable[[F], F] = torch.compiler.disable(recursive=True)
+outside_graphs: Callable[[F], F] = torch.compiler.disable(recursive=True)
 
 
 class InferenceLayer(nn.Module):
@@ -182,7 +183,7 @@ class SparseLinear(SparseLayer):
         """The layer's output for x [..., in_features], float32 or bfloat16."""
         return self.part(x, 0, self.outputs)
 
-    @_outside_graphs
+    @outside_graphs
     def part(self, x: Tensor, first: int, last: int) -> Tensor:
         """Outputs `first` to `last` alone; both must be multiples of the kernel's rows a group, or the end."""
         x = self._ready(x, self.inputs, -1)
@@ -199,6 +200,29 @@ class SparseLinear(SparseLayer):
         if offsets is None:
             offsets = self._offsets = ops.lane_offsets(packed)
         return ops.linear_lanes(x, packed, offsets, bias, self.activation)
+
+
+class DeviceLinear(SparseLinear):
+    """A sparse linear layer on another device: a `SparseLinear` to its callers, with its own buffers and kernels."""
+
+    def __init__(self, weight: Tensor, activation: str) -> None:
+        InferenceLayer.__init__(self)  # nothing is packed for the CPU
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation={activation!r}; one of {', '.join(ACTIVATIONS)} is needed")
+        self.outputs, self.inputs = self.out_features, self.in_features = weight.shape
+        self.activation = activation
+        self.eval()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        nn.Module._apply(self, fn, recurse)
+        return self
+
+    def _ready(self, x: Tensor, size: int, dim: int) -> Tensor:
+        return InferenceLayer._ready(self, x, size, dim)
+
+    def part(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Outputs `first` to `last`, of all that are computed."""
+        return self(x)[..., first:last]
 
 
 class SparseConv2d(SparseLayer):
@@ -224,7 +248,7 @@ class SparseConv2d(SparseLayer):
         """The dense weight; made on every access."""
         return self.matrix().reshape(self.outputs, -1, *self.conv.kernel)
 
-    @_outside_graphs
+    @outside_graphs
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The layer's output for x [images, channels, height, width] or one image without the first dimension."""
         x = self._ready(x, self.conv.channels, -3)

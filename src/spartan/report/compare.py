@@ -136,7 +136,7 @@ def _cells(row: Row, extra: bool) -> list[str]:
         _percent(row.mean("achieved_sparsity")),
         _percent(row.flops),
         _count(row.mean("nonzero")),
-        _bytes(row.mean("model_bytes")),
+        _size(row),
         f"{row.mean('seconds'):.1f}",
     ]
 
@@ -151,7 +151,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
 def to_csv(rows: Sequence[Row]) -> str:
     """One line a run, unrounded: what a spreadsheet or a notebook wants."""
     keys = ["top1", "top5", "test_loss", "train_loss", "epochs", "achieved_sparsity", "flops_dense", "flops_sparse"]
-    keys += ["nonzero", "parameters", "model_parameters", "model_bytes", "seconds", "images_per_s"]
+    keys += ["nonzero", "parameters", "model_parameters", "model_bytes", "dense_bytes", "seconds", "images_per_s"]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["run", "data", "model", "method", "sparsity", "setting", "seed", *keys])
@@ -206,6 +206,12 @@ def _percent(fraction: float) -> str:
 
 def _count(number: float) -> str:
     return "-" if math.isnan(number) else f"{number:,.0f}"
+
+
+def _size(row: Row) -> str:
+    """The file as it is, packed, and what its tensors take when they are stored dense."""
+    packed, dense = row.mean("model_bytes"), row.mean("dense_bytes")
+    return _bytes(packed) if math.isnan(dense) else f"{_bytes(packed)} of {_bytes(dense)}"
 
 
 def _bytes(number: float) -> str:

@@ -55,7 +55,18 @@ def _row_table(rows: Sequence[Row]) -> str:
     several = len(_panels(rows)) > 1
     words = ["data", "model", "method"] if several else ["method"]
     words += ["setting"] if any(row.extra for row in rows) else []
-    figures = ["sparsity", "runs", "top-1", "top-5", "achieved sparsity", "nonzero", "FLOPs", "file", "time"]
+    figures = [
+        "sparsity",
+        "runs",
+        "top-1",
+        "top-5",
+        "achieved sparsity",
+        "nonzero",
+        "FLOPs",
+        "file",
+        "dense file",
+        "time",
+    ]
     cells: list[list[Cell]] = []
     for row in rows:
         texts = {"data": row.data, "model": row.model, "method": row.method, "setting": row.setting or "–"}
@@ -70,6 +81,7 @@ def _row_table(rows: Sequence[Row]) -> str:
                 _figure(row.mean("nonzero"), count),
                 _figure(row.flops, lambda v: percent(v, 1)),
                 _figure(row.mean("model_bytes"), size),
+                _figure(row.mean("dense_bytes"), size),
                 _figure(row.mean("seconds"), duration),
             ]
         )

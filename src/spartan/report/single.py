@@ -85,9 +85,10 @@ def _cards(run: Run) -> str:
     sparsity = s.get("achieved_sparsity", None if density is None else 1 - density)
     seconds = s.get("seconds", sum(number(e.get("seconds")) or 0 for e in run.epochs) or None)
     flops = ratio(s.get("flops_sparse"), s.get("flops_dense"))
-    dense_bytes = number(s.get("model_parameters"))
-    smaller = ratio(None if dense_bytes is None else 4 * dense_bytes, s.get("model_bytes"))
-    below = "" if smaller is None or smaller < 1.05 else f"dense float32 is {smaller:.1f}× as large"
+    smaller = ratio(s.get("dense_bytes"), s.get("model_bytes"))
+    below = (
+        "" if smaller is None or smaller < 1.05 else f"packed; dense {size(s['dense_bytes'])}, {smaller:.1f}× as large"
+    )
     speed = s.get("images_per_s", last.get("images_per_s"))
     nonzero = f"{count(s['nonzero'])} of {count(s.get('parameters'))}" if "nonzero" in s else "when it finishes"
     work = "of dense" if flops is None else f"of dense; {short(s['flops_sparse'])} of {short(s['flops_dense'])}"

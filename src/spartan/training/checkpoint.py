@@ -88,7 +88,7 @@ def load_newest(folder: Path, device: torch.device) -> tuple[Path, dict[str, Any
     trouble: list[str] = []
     for path in checkpoints(folder):
         try:
-            return path, _load(path, device), trouble
+            return path, load(path, device), trouble
         except CheckpointError as error:
             trouble.append(str(error))
     if trouble:
@@ -96,7 +96,8 @@ def load_newest(folder: Path, device: torch.device) -> tuple[Path, dict[str, Any
     return None
 
 
-def _load(path: Path, device: torch.device) -> dict[str, Any]:
+def load(path: Path, device: torch.device) -> dict[str, Any]:
+    """The state in one checkpoint, checked."""
     try:
         expected = path.with_suffix(".sha256")
         if expected.is_file():

@@ -46,7 +46,7 @@ class DataConfig:
     cutout: int = 0
     # augmentation of large images: (operations, magnitude) of RandAugment
     randaugment: tuple[int, int] | None = None
-    # processes that decode and augment large images
+    # processes that decode and augment large images; with several training processes, so many for each
     workers: int = 8
 
 
@@ -102,7 +102,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     # images per optimizer step, over all devices
     batch_size: int = 128
-    # images per forward pass; null: the whole batch. Gradients are accumulated over the rest
+    # images per forward pass of one process; null: all it has. Gradients are accumulated over the rest
     micro_batch: int | None = None
     label_smoothing: float = 0.0
     mixup: float = 0.0
@@ -114,6 +114,10 @@ class Config:
     # compile the model; on a GPU, elsewhere it runs eagerly
     compile: bool = False
     channels_last: bool = False
+    # several processes (torchrun): ddp, each holds the whole model; fsdp2 is refused so far
+    parallel: Literal["ddp", "fsdp2"] = "ddp"
+    # several processes: batch norm over the whole batch rather than each process's part; on GPUs
+    sync_bn: bool = False
     # auto (cuda where there is one), cpu, cuda
     device: str = "auto"
     # epochs between checkpoints, and steps between them (0: epochs only)

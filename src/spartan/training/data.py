@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spartan.training.config import Config, RecipeError, nearest
+from spartan.training.processes import Processes, micro_batch
 
 Batch = tuple[Tensor, Tensor]
 
@@ -22,15 +23,23 @@ class Data(ABC):
     """Training and test images in micro-batches on the device: float32 NCHW, normalised, and int64 labels.
 
     Everything random is a pure function of (seed, epoch, index): `train(epoch, start=n)` yields exactly what an
-    uninterrupted `train(epoch)` yields from its n-th micro-batch on, whatever the number of workers.
+    uninterrupted `train(epoch)` yields from its n-th micro-batch on, whatever the number of workers. Of W processes, each
+    takes every W-th micro-batch of the one global order, and every W-th test image.
     """
 
     def __init__(
-        self, config: Config, device: torch.device, classes: int, shape: tuple[int, int, int], train: int, test: int
+        self,
+        config: Config,
+        device: torch.device,
+        us: Processes,
+        classes: int,
+        shape: tuple[int, int, int],
+        train: int,
+        test: int,
     ) -> None:
-        self.config, self.device = config, device
+        self.config, self.device, self.us = config, device, us
         self.classes, self.shape, self.train_size, self.test_size = classes, shape, train, test
-        self.micro = config.micro_batch or config.batch_size
+        self.micro = micro_batch(config, us.world)
         for part, size in (("training", train), ("test", test)):
             if not size:
                 raise RecipeError(f"data.source: {config.data.source} has no {part} images")
@@ -39,27 +48,27 @@ class Data(ABC):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches in an epoch; an incomplete last batch is dropped."""
+        """Micro-batches in an epoch, of all processes together; an incomplete last batch is dropped."""
         return self.train_size // self.config.batch_size * (self.config.batch_size // self.micro)
 
     @abstractmethod
     def train(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """An epoch's micro-batches, from number `start` on."""
+        """This process's micro-batches of an epoch, from its number `start` on."""
 
     @abstractmethod
     def test(self) -> Iterator[Batch]:
-        """Every test image once."""
+        """Every test image of this process's share, once."""
 
 
-def build_data(config: Config, device: torch.device) -> Data:
-    """The data that `config.data` describes."""
+def build_data(config: Config, device: torch.device, us: Processes = Processes()) -> Data:  # noqa: B008
+    """The data that `config.data` describes, for one of these processes."""
     from spartan.training import image_tables, large_images, small_images
 
     source = config.data.source
     if source in image_tables.TABLES:
-        return large_images.LargeImages(config, device)
+        return large_images.LargeImages(config, device, us)
     if source in small_images.READERS or source.startswith("torchvision/") or ":" in source:
-        return small_images.SmallImages(config, device)
+        return small_images.SmallImages(config, device, us)
     named = [f"torchvision/{name}" for name in small_images.TORCHVISION]
     known = [*small_images.READERS, *image_tables.TABLES, *named]
     raise RecipeError(

@@ -19,6 +19,7 @@ import torch
 import spartan
 from spartan.training.checkpoint import write_atomically
 from spartan.training.config import Config, RecipeError, load_recipe, to_yaml
+from spartan.training.processes import current
 
 if TYPE_CHECKING:
     from spartan.training.loop import Trainer
@@ -80,6 +81,7 @@ def environment(device: torch.device, command: list[str]) -> dict[str, Any]:
         "commit": _commit(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
         "host_cores": os.cpu_count(),
+        "processes": current().world,
         "versions": versions,
     }
 
@@ -97,15 +99,14 @@ def _commit() -> str | None:
 def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any]:
     """The final model, the masks and, last of all, the summary: a run with a summary is finished."""
     import numpy as np
-    from safetensors.torch import save_file
 
-    model, sparsifier = trainer.model, trainer.sparsifier
+    model, sparsifier = trainer.model, trainer.sparsifier  # every process ends its sparsifier, the first one writes
     layers = [vars(layer) | {"shape": list(layer.shape)} for layer in sparsifier.layers()]
     sparsifier.finalize()
     sparsifier.detach()
-    state = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
-    save_file(state, out / "model.safetensors.tmp")
-    (out / "model.safetensors.tmp").replace(out / "model.safetensors")
+    if not trainer.us.first:
+        return {}
+    packed_bytes = _save_model(out / "model.safetensors", trainer)
     if trainer.masks:
         bits = np.stack([np.packbits(m.numpy()) for m in trainer.masks])
         with (out / "masks.npz").open("wb") as file:
@@ -134,8 +135,19 @@ def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any
         "model_parameters": parameters,
         "flops_dense": count.dense,
         "flops_sparse": count.sparse,
-        "model_bytes": (out / "model.safetensors").stat().st_size,
+        "model_bytes": packed_bytes,
+        "dense_bytes": sum(t.nbytes for t in model.state_dict().values()),
         "layers": layers,
     }
     write_atomically(out / "summary.json", json.dumps(summary, indent=1).encode())
     return summary
+
+
+def _save_model(path: Path, trainer: Trainer) -> int:
+    """The model, packed, with what it takes to build it again; the size of the file."""
+    config, data = trainer.config, trainer.data
+    reference = {"model": config.model, "classes": data.classes, "shape": list(data.shape), "args": config.model_args}
+    try:
+        return spartan.save(trainer.model, path, architecture=reference)
+    except ValueError:  # a model that its own name does not lead to again must not cost a whole run
+        return spartan.save(trainer.model, path)

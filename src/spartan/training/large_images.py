@@ -21,6 +21,7 @@ from spartan.training import vision
 from spartan.training.config import Config, RecipeError
 from spartan.training.data import Batch, Data, seed_of
 from spartan.training.image_tables import TABLES, Table
+from spartan.training.processes import Processes
 
 # ImageNet's, for pixels from 0 to 255
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
@@ -103,7 +104,7 @@ class Batches:
 class LargeImages(Data):
     """Images read from files by workers, copied to the device as uint8 and normalised there."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: Config, device: torch.device, us: Processes) -> None:
         for key, value in (("pad", config.data.pad), ("cutout", config.data.cutout)):
             if value:
                 raise RecipeError(f"data.{key}: {value} is for small images only; set it to 0")
@@ -114,7 +115,7 @@ class LargeImages(Data):
         self._check_counts(config, train, test)
         side, self._table = config.data.image_size, train
         classes = config.data.classes or train.classes
-        super().__init__(config, device, classes, (3, side, side), len(train), len(test))
+        super().__init__(config, device, us, classes, (3, side, side), len(train), len(test))
         self.scale = (1 / torch.tensor(STD)).to(device)[:, None, None]
         self.shift = (-torch.tensor(MEAN) / torch.tensor(STD)).to(device)[:, None, None]
         self._train_batches, self._train_loader = self._loader(Images(train, config, train=True))
@@ -148,15 +149,16 @@ class LargeImages(Data):
         )
 
     def train(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """An epoch's micro-batches, from number `start` on; what comes before is not even read."""
-        order = self._table.order(self.config.seed, epoch)
+        """This process's micro-batches of an epoch, from its number `start` on; no other image is even read."""
+        order = self._table.order(self.config.seed, epoch)[: self.micro_batches * self.micro]
+        mine = order.reshape(-1, self.micro)[self.us.rank :: self.us.world]
         self._train_batches.epoch = epoch
-        self._train_batches.order = order[start * self.micro : self.micro_batches * self.micro]
+        self._train_batches.order = mine[start:].reshape(-1)
         yield from self._pass(self._train_loader)
 
     def test(self) -> Iterator[Batch]:
-        """Every test image once."""
-        self._test_batches.order = np.arange(self.test_size)
+        """Every test image of this process's share, once."""
+        self._test_batches.order = np.arange(self.us.rank, self.test_size, self.us.world)
         yield from self._pass(self._test_loader)
 
     def _pass(self, loader: Loader) -> Iterator[Batch]:

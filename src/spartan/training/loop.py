@@ -1,4 +1,7 @@
-"""The training loop: a recipe in, a run folder out. Killed at any moment and resumed, it ends with the same weights."""
+"""The training loop: a recipe in, a run folder out. Killed at any moment and resumed, it ends with the same weights.
+
+One process or many run the same lines: alone, a process is the first of one.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from spartan.training import checkpoint, folder
 from spartan.training.config import Config, RecipeError, reason
-from spartan.training.data import Data, build_data
+from spartan.training.data import Data, build_data, seed_of
 from spartan.training.display import Display
 from spartan.training.metrics import Metrics
 from spartan.training.mixing import mix_batch
 from spartan.training.models import build_model
-from spartan.training.setup import build_optimizer, build_sparsifier, choose_device, lr_at
+from spartan.training.processes import Agreement, choose_device, current
+from spartan.training.setup import build_optimizer, build_sparsifier, lr_at, spread
 from spartan.training.signals import Interrupted, StopSignals
 
 FLUSH_EVERY = 50  # steps between looks at the device
@@ -33,11 +38,11 @@ class Trainer:
     """Everything a run consists of, built from its recipe; nothing is written until `fit`."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
-        self.device = choose_device(config.device)
+        self.config, self.us = config, current()
+        self.device = choose_device(config.device, self.us)
         seed_everything(config.seed)
-        self.data: Data = build_data(config, self.device)
-        self.micro = config.micro_batch or config.batch_size
+        self.data: Data = build_data(config, self.device, self.us)
+        self.accumulate = config.batch_size // (self.data.micro * self.us.world)
         self.steps_per_epoch = self.data.train_size // config.batch_size
         self.total_steps = config.epochs * self.steps_per_epoch
         model = build_model(config, self.data.classes, self.data.shape).to(self.device)
@@ -45,8 +50,9 @@ class Trainer:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.model: nn.Module = model
         self._try_model()
-        self.sparsifier = build_sparsifier(config, model, self.data.shape, self.total_steps)
-        self.optimizer = build_optimizer(config, model)
+        self.model, self.spread = spread(config, model, self.us)
+        self.sparsifier = build_sparsifier(config, self.model, self.data.shape, self.total_steps)
+        self.optimizer = build_optimizer(config, self.model)
         self.sparsifier.attach(self.optimizer)
         # A method's own parameters may learn at a rate of their own, which follows the same schedule.
         self.relative_lrs = [group["lr"] / config.optimizer.lr for group in self.optimizer.param_groups]
@@ -55,7 +61,10 @@ class Trainer:
             torch.backends.cudnn.benchmark = True  # batches have one size, so the fastest convolution is worth finding
         # Small nets on a fast GPU wait for launches, so steps are replayed as CUDA graphs.
         compiled = config.compile and self.device.type == "cuda"
-        self.forward = torch.compile(model, mode="reduce-overhead") if compiled else model
+        mode = "reduce-overhead" if self.us.alone else None  # a graph cannot hold what DDP sends in between
+        self.forward = torch.compile(self.spread, mode=mode) if compiled else self.spread
+        if not self.us.alone:
+            seed_everything(seed_of(config.seed, self.us.rank))  # dropout is not to be the same on every process
         self.step = 0
         self.loss_sum = torch.zeros((), device=self.device)  # over the steps of this epoch
         self.seconds = 0.0
@@ -85,24 +94,27 @@ class Trainer:
 
     def fit(self, out: Path, *, metrics_offset: int | None = None, quiet: bool = False) -> dict[str, Any]:
         """Train from where the run stands to its end; the summary is written last."""
-        metrics = Metrics(out, metrics_offset)
-        display = Display(self.config, self.total_steps, quiet)
-        try:
-            with StopSignals() as signals, display:
-                for epoch in range(self.step // self.steps_per_epoch, self.config.epochs):
-                    started, first = time.monotonic(), self.step
-                    for _ in self._epoch(epoch, metrics):
-                        display.step(self.step, metrics.last_loss, self.sparsifier)
-                        if self.step % self.steps_per_epoch:  # the end of an epoch is saved below, with its scores
-                            self._maybe_save(out, metrics, signals.caught, time.monotonic() - started)
-                    images = (self.step - first) * self.config.batch_size
-                    self.record = self._end_epoch(epoch, images, started)
-                    metrics.epoch(**self.record)
-                    display.epoch(self.record)
-                    self._maybe_save(out, metrics, signals.caught, 0.0)
-        finally:
-            metrics.close()
-        return folder.finish(out, self, self.record)
+        agreement = Agreement(self.us)
+        display = Display(self.config, self.total_steps, quiet or not self.us.first)
+        with (
+            Metrics(out, metrics_offset, self.us) as metrics,
+            StopSignals(launched=not self.us.alone) as signals,
+            display,
+        ):
+            for epoch in range(self.step // self.steps_per_epoch, self.config.epochs):
+                started, first = time.monotonic(), self.step
+                for _ in self._epoch(epoch, metrics):
+                    display.step(self.step, metrics.last_loss, self.sparsifier)
+                    if self.step % self.steps_per_epoch:  # the end of an epoch is saved below, with its scores
+                        self._maybe_save(out, metrics, agreement.ask(signals.caught), time.monotonic() - started)
+                images = (self.step - first) * self.config.batch_size
+                self.record = self._end_epoch(epoch, images, started)
+                metrics.epoch(**self.record)
+                display.epoch(self.record)
+                self._maybe_save(out, metrics, agreement.ask(signals.caught), 0.0)
+            agreement.wait()
+        summary = folder.finish(out, self, self.record)
+        return self.us.decide(lambda: summary)
 
     def _maybe_save(self, out: Path, metrics: Metrics, caught: int | None, unfinished: float) -> None:
         """A checkpoint when one is due or the run is asked to stop, which it then does."""
@@ -114,21 +126,21 @@ class Trainer:
         if due or caught is not None:
             self._save(out, metrics, unfinished)
         if caught is not None and not last:
+            self.us.decide(lambda: None)  # a launcher ends the others when one has ended: not before it is saved
             raise Interrupted(out, caught)
 
     def _epoch(self, epoch: int, metrics: Metrics) -> Iterator[None]:
         """The remaining optimizer steps of an epoch; yields after each."""
         self.model.train()
-        accumulate = self.config.batch_size // self.micro
         done = self.step - epoch * self.steps_per_epoch
         if done == 0:
             self.loss_sum.zero_()
-        batches = self.data.train(epoch, start=done * accumulate)
+        batches = self.data.train(epoch, start=done * self.accumulate)
         for _ in range(done, self.steps_per_epoch):
             lr = lr_at(self.config, self.step, self.steps_per_epoch)
             for group, relative in zip(self.optimizer.param_groups, self.relative_lrs, strict=True):
                 group["lr"] = lr * relative
-            loss = self._step(batches, accumulate)
+            loss = self._step(batches)
             self.loss_sum += loss
             self.step += 1
             metrics.step(loss, step=self.step, epoch=epoch + 1, lr=lr, **self.sparsifier.progress())
@@ -136,19 +148,21 @@ class Trainer:
                 metrics.flush()
             yield
 
-    def _step(self, batches: Iterator[tuple[Tensor, Tensor]], accumulate: int) -> Tensor:
-        """One optimizer step over `accumulate` micro-batches; returns the mean loss, still on the device."""
+    def _step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
+        """One optimizer step over this process's micro-batches; returns their mean loss, still on the device."""
         c, total = self.config, torch.zeros((), device=self.device)
-        for i in range(accumulate):
+        for i in range(self.accumulate):
             x, y = next(batches)
             if c.mixup or c.cutmix:
-                rng = torch.Generator().manual_seed(hash((c.seed, self.step, i)) % (1 << 63))
+                number = i * self.us.world + self.us.rank  # of the micro-batch, among those of all processes
+                rng = torch.Generator().manual_seed(hash((c.seed, self.step, number)) % (1 << 63))
                 x, y = mix_batch(x, y, self.data.classes, c.mixup, c.cutmix, rng)
             if c.channels_last:
                 x = x.contiguous(memory_format=torch.channels_last)
-            with self._autocast():
-                loss = cross_entropy(self.forward(x), y, label_smoothing=c.label_smoothing) / accumulate
-            self.scaler.scale(loss).backward()
+            with self._gradients_sent(last=i == self.accumulate - 1):
+                with self._autocast():
+                    loss = cross_entropy(self.forward(x), y, label_smoothing=c.label_smoothing) / self.accumulate
+                self.scaler.scale(loss).backward()
             total += loss.detach()
         if c.clip is not None:
             self.scaler.unscale_(self.optimizer)
@@ -159,10 +173,15 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return total
 
+    def _gradients_sent(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Gradients are summed over processes once a step, with the last micro-batch."""
+        wait = not last and isinstance(self.spread, DistributedDataParallel)
+        return self.spread.no_sync() if wait else contextlib.nullcontext()  # type: ignore[operator]
+
     # ------------------------------------------------------------------ measuring
 
     def _end_epoch(self, epoch: int, images: int, started: float) -> dict[str, Any]:
-        train_loss = float(self.loss_sum) / self.steps_per_epoch  # waits for the device
+        train_loss = float(self.us.mean_(self.loss_sum.double())) / self.steps_per_epoch  # waits for the device
         seconds = time.monotonic() - started
         scores = self.evaluate()
         self._remember_masks()
@@ -184,21 +203,21 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Loss, top-1 and top-5 on the test images."""
+        """Loss, top-1 and top-5 on the test images, of which every process takes its share."""
+        self.us.copy_(self.model.buffers())  # one model is measured: the one that is saved
         self.model.eval()
         top = min(5, self.data.classes)
-        sums, seen = torch.zeros(3, dtype=torch.float64, device=self.device), 0
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         for x, y in self.data.test():
             if self.config.channels_last:
                 x = x.contiguous(memory_format=torch.channels_last)
             with self._autocast():
                 logits = self.model(x).float()
             hits = logits.topk(top, 1).indices == y[:, None]
-            sums += torch.stack(
-                [hits[:, 0].sum(), hits.any(1).sum(), cross_entropy(logits, y, reduction="sum")]
-            ).double()
-            seen += len(y)
-        top1, top5, loss = (sums / seen).tolist()
+            lost = cross_entropy(logits, y, reduction="sum")
+            sums[:3] += torch.stack([hits[:, 0].sum(), hits.any(1).sum(), lost]).double()
+            sums[3] += len(y)
+        top1, top5, loss = (self.us.sum_(sums)[:3] / sums[3]).tolist()
         return {"top1": top1, "top5": top5, "test_loss": loss}
 
     def _remember_masks(self) -> None:
@@ -216,14 +235,15 @@ class Trainer:
             "sparsifier": self.sparsifier.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "rng": rng_state(self.device),
-            "loss_sum": self.loss_sum,
+            # What each process has of its own.
+            "own": self.us.gather({"rng": rng_state(self.device), "loss_sum": float(self.loss_sum)}),
             "seconds": self.seconds + unfinished,
             "metrics_bytes": metrics.sync(),
             "masks": self.masks,
             "record": self.record,
         }
-        checkpoint.save(out, self.step, state)
+        if self.us.first:
+            checkpoint.save(out, self.step, state)
 
     def load(self, state: Mapping[str, Any]) -> int:
         """Continue from a checkpoint; returns how much of metrics.jsonl belongs to it."""
@@ -232,10 +252,15 @@ class Trainer:
         self.sparsifier.load_state_dict(state["sparsifier"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
-        self.loss_sum.copy_(state["loss_sum"])
         self.seconds, self.record = float(state["seconds"]), dict(state["record"])
         self.masks = [m.cpu() for m in state["masks"]]
-        set_rng_state(state["rng"], self.device)
+        own = state["own"]
+        if len(own) == self.us.world:
+            self.loss_sum.fill_(own[self.us.rank]["loss_sum"])
+            set_rng_state(own[self.us.rank]["rng"], self.device)
+        else:  # more processes than before, or fewer
+            self.loss_sum.fill_(sum(o["loss_sum"] for o in own) / len(own))
+            seed_everything(seed_of(self.config.seed, self.step, self.us.rank))
         return int(state["metrics_bytes"])
 
 
@@ -277,28 +302,50 @@ def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 def train(config: Config, out: Path, *, quiet: bool = False, command: list[str] | None = None) -> dict[str, Any]:
     """Run a recipe into a new folder. A recipe that cannot run is refused before the folder is made."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RecipeError(f"--out: {out} is there already; choose another folder, or continue it with --resume {out}")
+
+    def check() -> None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            hint = f"choose another folder, or continue it with --resume {out}"
+            raise RecipeError(f"--out: {out} is there already; {hint}")
+
+    current().decide(check)
     trainer = Trainer(config)
-    folder.create(out, config, trainer.device, command or [])
-    with folder.locked(out):
+    trainer.us.decide(lambda: folder.create(out, config, trainer.device, command or []))
+    with folder.locked(out) if trainer.us.first else contextlib.nullcontext():
         return trainer.fit(out, quiet=quiet)
 
 
 def resume(out: Path, *, quiet: bool = False) -> dict[str, Any]:
-    """Continue a run to its end: from its last good checkpoint, or from the start if it has none."""
-    config = folder.recipe_of(out)
-    if (out / "summary.json").is_file():
-        return json.loads((out / "summary.json").read_text())
+    """Continue a run to its end: from its last good checkpoint, or from the start if it has none.
+
+    On any number of processes, whatever the number before; they must all see the folder.
+    """
+    us, summary = current(), out / "summary.json"
+    config = us.decide(lambda: folder.recipe_of(out))
+    if (done := us.decide(lambda: json.loads(summary.read_text()) if summary.is_file() else None)) is not None:
+        return done
     trainer = Trainer(config)
-    with folder.locked(out):
+    with folder.locked(out) if us.first else contextlib.nullcontext():
+        state = _newest(out, trainer)
+        return trainer.fit(out, metrics_offset=0 if state is None else trainer.load(state), quiet=quiet)
+
+
+def _newest(out: Path, trainer: Trainer) -> dict[str, Any] | None:
+    """The last good checkpoint, on every process the one that the first process found to be so."""
+    state: dict[str, Any] | None = None
+
+    def find() -> Path | None:
+        nonlocal state
         found = checkpoint.load_newest(out, trainer.device)
         if found is None:
-            return trainer.fit(out, metrics_offset=0, quiet=quiet)
-        _, state, trouble = found
+            return None
+        path, state, trouble = found
         for line in trouble:
             print(f"warning: {line}; continuing from the one before it", file=sys.stderr)
-        return trainer.fit(out, metrics_offset=trainer.load(state), quiet=quiet)
+        return path
+
+    path = trainer.us.decide(find)
+    return state if trainer.us.first or path is None else checkpoint.load(path, trainer.device)
 
 
 def evaluate(config: Config, weights: Mapping[str, Tensor]) -> dict[str, float]:

@@ -7,24 +7,40 @@ import math
 import os
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from spartan.training.processes import Processes
+
 
 class Metrics:
-    """Writes metrics.jsonl and event files; a step only appends to a list."""
+    """Writes metrics.jsonl and event files; a step only appends to a list.
 
-    def __init__(self, folder: Path, offset: int | None = None) -> None:
-        self._path = folder / "metrics.jsonl"
+    Of several processes the first writes; the others give their losses for the mean.
+    """
+
+    def __init__(self, folder: Path, offset: int | None = None, us: Processes = Processes()) -> None:  # noqa: B008
+        self._us = us
         self._pending: list[dict[str, Any]] = []
-        self._file = self._path.open("ab")
-        if offset is not None:
-            # What a killed run wrote after its last checkpoint will be written again.
-            self._file.truncate(offset)
-        self._board = _tensorboard(folder)
+        self._file: BinaryIO | None = None
+        self._board = None
         self.last_loss = math.nan
+        if us.first:
+            self._file = (folder / "metrics.jsonl").open("ab")
+            if offset is not None:
+                # What a killed run wrote after its last checkpoint will be written again.
+                self._file.truncate(offset)
+            self._board = _tensorboard(folder)
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not self._us.alone:
+            self._pending.clear()  # the others may be gone, and no mean can be had without them
+        self.close()
 
     def step(self, loss: Tensor, **values: Any) -> None:
         """Note a step; numbers may still be on their way."""
@@ -43,25 +59,32 @@ class Metrics:
         """Fetch what is still on the device, all at once, and write the steps."""
         if not self._pending:
             return
-        waiting = [(i, key) for i, step in enumerate(self._pending) for key, v in step.items() if isinstance(v, Tensor)]
-        found = torch.stack([self._pending[i][key].detach().double() for i, key in waiting]).tolist()
+        # Taken first: should the disk be full, what could not be written is not written again on the way out.
+        steps, self._pending = self._pending, []
+        losses = self._us.mean_(torch.stack([step["loss"].detach().double() for step in steps]))
+        for step, loss in zip(steps, losses, strict=True):
+            step["loss"] = loss
+        waiting = [(i, key) for i, step in enumerate(steps) for key, v in step.items() if isinstance(v, Tensor)]
+        found = torch.stack([steps[i][key].detach().double() for i, key in waiting]).tolist()
         for (i, key), value in zip(waiting, found, strict=True):
-            self._pending[i][key] = int(value) if key == "passes" else value
-        for values in self._pending:
+            steps[i][key] = int(value) if key == "passes" else value
+        for values in steps:
             self._write(values)
             if self._board is not None:
                 for key in ("loss", "lr", "target_density", "density", "beta"):
                     if values.get(key) is not None:
                         self._board.add_scalar(f"step/{key}", values[key], values["step"])
-        self.last_loss = self._pending[-1]["loss"]
-        self._pending.clear()
+        self.last_loss = steps[-1]["loss"]
 
     def _write(self, values: dict[str, Any]) -> None:
-        self._file.write((json.dumps(_finite(values)) + "\n").encode())
+        if self._file is not None:
+            self._file.write((json.dumps(_finite(values)) + "\n").encode())
 
     def sync(self) -> int:
         """Everything on disk; returns how many bytes the file has."""
         self.flush()
+        if self._file is None:
+            return 0
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._file.seek(0, os.SEEK_END)
@@ -69,7 +92,8 @@ class Metrics:
     def close(self) -> None:
         """Flush and close."""
         self.sync()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._board is not None:
             self._board.close()
 

@@ -13,7 +13,7 @@ from typing import Any
 from spartan.training.config import Config, RecipeError, load_recipe
 
 # Keys that say where and how a run is done, not what it computes.
-INCIDENTAL = ("description", "device", "checkpoint_epochs", "checkpoint_steps")
+INCIDENTAL = ("description", "device", "parallel", "checkpoint_epochs", "checkpoint_steps")
 INCIDENTAL_DATA = ("path", "download", "workers")
 
 
@@ -59,6 +59,27 @@ def free_folder(first: Path) -> Path:
         counter += 1
         folder = first.with_name(f"{first.name}-{counter}")
     return folder
+
+
+def to_continue(recipe: str, config: Config, out: Path | None, again: bool) -> tuple[Path, bool]:
+    """The folder of a run, and whether the run is there already, to be continued.
+
+    It is `again` when torchrun starts its processes anew after one has died: then a folder with a run of the very same
+    recipe is continued, the one asked for or the last unfinished one under the usual name. Anybody else has to ask for it
+    with --resume.
+    """
+    if out is None:
+        usual = Path("runs") / run_name(recipe, config)
+        mine = [p for p in usual.parent.glob(f"{usual.name}*") if again and _same_run(p, config) and not is_finished(p)]
+        newest = max(mine, key=lambda p: (p / "recipe.yaml").stat().st_mtime_ns, default=None)
+        return (free_folder(usual), False) if newest is None else (newest, True)
+    if not is_run(out) or (again and _same_run(out, config)):
+        return out, is_run(out)
+    raise RecipeError(f"--out: {out} holds a run already; continue it with --resume {out}, or choose another folder")
+
+
+def _same_run(folder: Path, config: Config) -> bool:
+    return is_run(folder) and read_run(folder).config == config
 
 
 def run_name(recipe: str, config: Config) -> str:
@@ -176,14 +197,27 @@ def load_trained(
 
 
 def load_weights(file: Path) -> dict[str, Any]:
-    """The tensors of a .safetensors file."""
+    """The tensors of a .safetensors file, packed by `spartan.save` or plain."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
+
+    from spartan.export import read
+
+    try:
+        return read(file) if is_packed(file) else load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read as safetensors: {error}") from None
+
+
+def is_packed(file: Path) -> bool:
+    """Whether `spartan.save` wrote a .safetensors file."""
+    from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
         raise ValueError(f"there is no file {file}")
     try:
-        return load_file(file)
+        with safe_open(file, "pt") as opened:
+            return "spartan.version" in (opened.metadata() or {})
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read as safetensors: {error}") from None
 

@@ -9,27 +9,37 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import spartan
 from spartan import NM, Block, Channel, Flops, Sparsifier, Unstructured
 from spartan.methods import Method
 from spartan.patterns import Pattern
 from spartan.schedules import Schedule
-from spartan.training.config import Config, RecipeError, nearest, reason
+from spartan.training.config import Config, RecipeError, nearest
+from spartan.training.processes import Processes
 
 SHAPES = ("linear", "cosine", "cubic")
 
 
-def choose_device(name: str) -> torch.device:
-    """The device that a recipe asks for."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros((), device=device)
-    except Exception as error:
-        raise RecipeError(f"device: {name!r} cannot be used here ({reason(error)})") from None
-    return device
+def spread(config: Config, model: nn.Module, us: Processes) -> tuple[nn.Module, nn.Module]:
+    """The model, and what to call for a forward pass: with several processes, gradients become means over all of them.
+
+    Each process normalises its own part of a batch, and the first one's running statistics count, as is usual with
+    DistributedDataParallel, unless `sync_bn` is set.
+    """
+    if config.parallel == "fsdp2":
+        raise RecipeError("parallel: fsdp2 is not built into `spartan train` yet; accepted: ddp")
+    if us.alone:
+        return model, model
+    device = next(model.parameters()).device
+    if config.sync_bn:
+        if device.type != "cuda":
+            raise RecipeError(
+                f"sync_bn: torch's SyncBatchNorm needs GPUs, and the model is on {device.type}; set it to false"
+            )
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return model, DistributedDataParallel(model, [device] if device.type == "cuda" else None)
 
 
 def build_method(config: Config) -> Method:

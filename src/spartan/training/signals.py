@@ -19,9 +19,14 @@ class Interrupted(SystemExit):
 
 
 class StopSignals:
-    """Remembers the first stop signal instead of dying of it; a second one ends the process as usual."""
+    """Remembers the first stop signal instead of dying of it; a second one ends the process as usual.
 
-    def __init__(self) -> None:
+    Not so where a launcher looks after several processes: Ctrl-C reaches each of them from the terminal and once more
+    from the launcher, who ends by force those that take too long.
+    """
+
+    def __init__(self, launched: bool = False) -> None:
+        self._launched = launched
         self.caught: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -33,7 +38,8 @@ class StopSignals:
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         self.caught = number
-        signal.signal(number, self._before[number])
+        if not self._launched:
+            signal.signal(number, self._before[number])
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

@@ -16,6 +16,7 @@ from torch import Tensor
 from spartan.training import vision
 from spartan.training.config import Config, RecipeError, nearest
 from spartan.training.data import Batch, Data, load_function, seed_of, source_path
+from spartan.training.processes import Processes
 
 NAMES = ("x_train", "y_train", "x_test", "y_test")
 
@@ -32,7 +33,7 @@ TORCHVISION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 class SmallImages(Data):
     """A data set as two tensors of images on the device, uint8 or float32."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: Config, device: torch.device, us: Processes) -> None:
         if config.data.randaugment is not None:
             raise RecipeError("data.randaugment: only large images (imagefolder, webdataset) get it; set it to null")
         x_train, y_train, x_test, y_test = _read(config)
@@ -41,7 +42,7 @@ class SmallImages(Data):
         classes = config.data.classes or labels
         if classes < labels:
             raise RecipeError(f"data.classes: {classes} is too few; the labels go up to {labels - 1}")
-        super().__init__(config, device, classes, (channels, height, width), len(x_train), len(x_test))
+        super().__init__(config, device, us, classes, (channels, height, width), len(x_train), len(x_test))
         for key, size in (("pad", config.data.pad), ("cutout", config.data.cutout)):
             if size >= min(height, width):
                 raise RecipeError(f"data.{key}: {size} must be smaller than the images, which are {height}×{width}")
@@ -49,7 +50,8 @@ class SmallImages(Data):
         self.scale = (1 / std).float().to(device)[:, None, None]
         self.shift = (-mean / std).float().to(device)[:, None, None]
         self._train, self._train_labels = x_train.to(device), y_train.to(device)
-        self._test, self._test_labels = x_test.to(device), y_test.to(device)
+        mine = slice(us.rank, None, us.world)
+        self._test, self._test_labels = x_test[mine].to(device), y_test[mine].to(device)
         # Tables instead of arithmetic: few kernels, since at this size a step is bound by launching them. For every
         # crop's offset, where in the flattened image each of its rows and columns comes from; for every cutout's
         # centre, which rows and columns stay.
@@ -60,17 +62,18 @@ class SmallImages(Data):
         self._rows_stay, self._columns_stay = (_outside(s, config.data.cutout).to(device) for s in (height, width))
 
     def train(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """An epoch's micro-batches, from number `start` on; nothing in it waits for the device."""
+        """This process's micro-batches of an epoch, from its number `start` on; nothing waits for the device."""
         draws = self._draw(epoch)
-        for i in range(start, self.micro_batches):
+        for i in range(start * self.us.world + self.us.rank, self.micro_batches, self.us.world):
             order, *chosen = draws[:, i * self.micro : (i + 1) * self.micro]
             yield self._augmented(order, *chosen), self._train_labels[order]
 
     def test(self) -> Iterator[Batch]:
-        """Every test image once."""
+        """Every test image of this process's share, once."""
         size = max(self.micro, 1024)  # no gradients are kept, so more fits at once
         for x, y in zip(self._test.split(size), self._test_labels.split(size), strict=True):
-            yield x * self.scale + self.shift, y
+            if len(y):  # there may be more processes than images
+                yield x * self.scale + self.shift, y
 
     def _draw(self, epoch: int) -> Tensor:
         """Everything random about an epoch [5, n]: order, crop row, crop column and flip, cutout's row and column.

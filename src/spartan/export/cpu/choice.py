@@ -89,15 +89,25 @@ def choose(
     if library() is None:
         return options[0][0], f"{zeros:.1%} zeros; {status()}"
     key = _key(layer, shape, dtype, kernels, options)
-    times = _remember().get(key)
+    times = remember().get(key)
     if times is None:
         times = _measure(layer, shape, dtype, kernels, [kernel for kernel, _ in options])
-        _remember(key, times)
+        remember(key, times)
     named: dict[str, Kernel | None] = {name_of(kernel): kernel for kernel, _ in options}
     named["dense"] = None
     best = min(times, key=lambda name: times[name])
+    return named[best], reason(zeros, shape, times)
+
+
+def reason(zeros: float, shape: tuple[int, ...], times: dict[str, float]) -> str:
+    """Why the fastest was chosen: every time that was measured.
+
+    Example:
+        >>> reason(0.9, (8, 64), {"dense": 0.002, "rows 16×8": 0.001})
+        '90.0% zeros, input 8×64: rows 16×8 1 ms, dense 2 ms'
+    """
     rest = ", ".join(f"{name} {1e3 * t:.3g} ms" for name, t in sorted(times.items(), key=lambda item: item[1]))
-    return named[best], f"{zeros:.1%} zeros, input {'×'.join(map(str, shape))}: {rest}"
+    return f"{zeros:.1%} zeros, input {'×'.join(map(str, shape))}: {rest}"
 
 
 def sparse_layer(layer: DenseLinear | DenseConv2d, kernel: Kernel) -> SparseLinear | SparseConv2d:
@@ -161,7 +171,7 @@ def machine() -> str:
     )
 
 
-def _remember(key: str | None = None, times: dict[str, float] | None = None) -> dict[str, dict[str, float]]:
+def remember(key: str | None = None, times: dict[str, float] | None = None) -> dict[str, dict[str, float]]:
     """What was measured before, from the cache; with a key, that measurement added. A damaged cache counts as empty."""
     path = cache_folder() / "choices.json"
     known: dict[str, dict[str, float]] = {}

@@ -174,6 +174,9 @@ def conv_torch(
     """The same in plain torch, from the dense weight as a matrix or in its own shape."""
     weight = weight.reshape(weight.shape[0], conv.channels // conv.groups, *conv.kernel).to(x.dtype)
     bias = bias[: weight.shape[0]].to(x.dtype)
+    if min(conv.out_size(*x.shape[-2:])) < 1:
+        size = f"{x.shape[-2]}×{x.shape[-1]}"
+        raise ValueError(f"an image of {size} is smaller than the kernel {conv.kernel} with its padding")
     y = F.conv2d(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
     return ACTIVATIONS[activation][1](y if residual is None else y + residual)
 

@@ -1,0 +1,232 @@
+"""The ways to train that DDP and FSDP2 offer."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from spartan import Flops, Sparsifier, prune
+from tests.distributed.cases import STEPS, Case, batch, run, shard, train, weights, whole
+from tests.distributed.workers import on
+
+CASE = Case("spartan")
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    close = all(float((a[n] - b[n]).abs().max()) <= 1e-12 for n in a)
+    return close and all(torch.equal(a[n] != 0, b[n] != 0) for n in a)
+
+
+def accumulated(rank: int, how: str) -> bool:
+    """Two halves of a process's batch, the first without synchronisation, are one batch."""
+    expected = run(CASE, "alone")[0][-1]
+    model: Any = shard(CASE.model(), how)
+    _, o = CASE.sparsifier(model)
+    for step in range(STEPS):
+        x, y = batch(step, how)
+        n = len(x) // 2
+        for i, half in enumerate((slice(0, n), slice(n, None))):
+            if how == "ddp":
+                model.require_backward_grad_sync = i == 1  # what no_sync() does
+            else:
+                model.set_requires_gradient_sync(i == 1)
+            (nn.functional.cross_entropy(model(x[half]), y[half]) / 2).backward()
+        o.step()
+        o.zero_grad()
+    return same(expected, weights(model))
+
+
+def static_graph(rank: int) -> bool:
+    expected = run(CASE, "alone")[0][-1]
+    model = DistributedDataParallel(CASE.model(), static_graph=True)
+    s, o = CASE.sparsifier(model)
+    return same(expected, list(train(model, s, o, "ddp"))[-1])
+
+
+def compiled(rank: int) -> bool:
+    expected = run(CASE, "alone")[0][-1]
+    model = DistributedDataParallel(CASE.model())
+    s, o = CASE.sparsifier(model)
+    fast: Any = torch.compile(model, backend="aot_eager")
+    return same(expected, [w for _ in train(fast, s, o, "ddp") for w in (weights(model),)][-1])
+
+
+def uneven_inputs(rank: int) -> bool:
+    """Process 1 has one batch less; then it takes over the state of process 0, and training goes on."""
+    model: Any = shard(CASE.model(), "ddp")
+    s, o = CASE.sparsifier(model)
+    with model.join():
+        list(train(model, s, o, "ddp", range(4 - rank)))
+    state = [copy.deepcopy((s.state_dict(), o.state_dict()))]
+    dist.broadcast_object_list(state, 0)
+    s.load_state_dict(state[0][0])
+    o.load_state_dict(state[0][1])
+    last = list(train(model, s, o, "ddp", range(4, STEPS)))[-1]
+    mine = torch.cat([w.reshape(-1) for w in last.values()])
+    other = mine.clone()
+    dist.broadcast(other, 0)
+    return torch.equal(mine, other) and s.stats.step == STEPS and abs(s.stats.density - 0.3) < 0.01
+
+
+def options(rank: int, **kwargs: Any) -> bool:
+    return same(run(CASE, "alone")[0][-1], run(CASE, "fsdp", **kwargs)[0][-1])
+
+
+def after_evaluation(rank: int) -> bool:
+    """A forward pass without gradients leaves FSDP2's root with whole weights: they must not hide the shards."""
+    expected = run(CASE, "alone")[0][-1]
+    model: Any = shard(CASE.model(), "fsdp", reshard_after_forward=False)
+    s, o = CASE.sparsifier(model)
+    for step in range(STEPS):
+        x, y = batch(step, "fsdp")
+        with torch.no_grad():
+            model(x)
+        nn.functional.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            model(x)
+        o.step()
+        o.zero_grad()
+        with torch.no_grad():
+            model(x)
+        s.stats  # noqa: B018
+    s.load_state_dict(s.state_dict())
+    return same(expected, weights(model))
+
+
+def half_precision(rank: int, backend: str) -> bool:
+    """float32 shards, bf16 computation, torch.compile: exactly the asked number of weights in the end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 33), nn.ReLU(), nn.Linear(33, 16))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model[0], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    s = Sparsifier(model, 0.9, STEPS)
+    o = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    s.attach(o)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fast = torch.compile(model, backend=backend)
+        for step in range(STEPS):
+            x, _ = batch(step, "fsdp")
+            loss = fast(x.float()).float().square().mean()
+            loss.backward()
+            s.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            o.step()
+            o.zero_grad()
+    s.finalize()
+    kept = sum(int((whole(p) != 0).sum()) for n, p in model.named_parameters() if n.endswith("weight"))
+    total = 12 * 33 + 33 * 16
+    return bool(torch.isfinite(loss)) and kept == int(total * 0.1 + 1e-9)
+
+
+def insured(rank: int) -> bool:
+    """Should a process find another threshold than process 0, it takes that of process 0."""
+    model: Any = shard(CASE.model(), "ddp")
+    s, o = CASE.sparsifier(model)
+    list(train(model, s, o, "ddp", range(5)))
+    s._run.masters[0].theta.add_(1e-9 * rank)
+    list(train(model, s, o, "ddp", range(5, 6)))
+    (group,) = s._run.plan.groups
+    assert group.threshold is not None
+    mine = torch.tensor([group.threshold.value, group.dual.center, group.dual.offset], dtype=torch.float64)  # type: ignore[union-attr]
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    alone = group.select(group.scores([m.theta for m in s._run.masters]), group.k)
+    return torch.equal(mine, first) and (alone.value != group.threshold.value) == (rank == 1)
+
+
+def bytes_sent(rank: int, width: int) -> list[int]:
+    """For the masks of every step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Linear(width, 4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    s = Sparsifier(model, 0.9, STEPS)
+    o = torch.optim.SGD(model.parameters(), lr=0.1)
+    s.attach(o)
+    found = []
+    for step in range(STEPS):
+        model(batch(step, "fsdp")[0].float()).square().mean().backward()
+        o.step()
+        o.zero_grad()
+        found.append(s.stats.bytes_sent)
+    return found
+
+
+def little_is_sent(rank: int) -> bool:
+    """The same for a model and one a hundred times as large, up to passes and ties, and never more than 64 KiB."""
+    small, large = bytes_sent(rank, 32), bytes_sent(rank, 3200)
+    little = all(0 < n <= 65536 for n in small + large) and max(large) <= max(small) + 4096
+    return little and large[-1] < 256  # masks are fixed: flags only
+
+
+def one_shot(rank: int) -> bool:
+    """Pruning, with a FLOP cost that was counted before sharding."""
+    example = torch.zeros(1, 12, dtype=torch.float64)
+    model, expected = CASE.model(), CASE.model()
+    costs = Flops(example).table(model)
+    prune(expected, 0.6, cost=Flops(example))
+    prune(shard(model, "fsdp"), 0.6, cost=costs)
+    return same(weights(expected), weights(model))
+
+
+def refused(rank: int) -> bool:
+    """FLOPs cannot be counted by a process that holds a part of each layer."""
+    try:
+        prune(shard(CASE.model(), "fsdp"), 0.6, cost=Flops(torch.zeros(1, 12, dtype=torch.float64)))
+    except ValueError as error:
+        return "Count before sharding" in str(error)
+    return False
+
+
+def masks(rank: int) -> bool:
+    """Masks and the histogram of all shards."""
+    (_, one), (_, many) = run(CASE, "alone"), run(CASE, "fsdp")
+    kept = all(torch.equal(keep, whole(many.masks()[name])) for name, keep in one.masks().items())
+    return kept and one.mask_histogram() == many.mask_histogram()
+
+
+def often(rank: int) -> dict[str, bool]:
+    return {
+        "fsdp accumulates": accumulated(rank, "fsdp"),
+        "uneven inputs": uneven_inputs(rank),
+        "insured": insured(rank),
+        "bytes": little_is_sent(rank),
+        "pruning": one_shot(rank),
+        "FLOPs": refused(rank),
+        "bf16 and compile": half_precision(rank, "aot_eager"),
+    }
+
+
+def seldom(rank: int) -> dict[str, bool]:
+    return {
+        "ddp accumulates": accumulated(rank, "ddp"),
+        "static graph": static_graph(rank),
+        "compiled ddp": compiled(rank),
+        "resharded": options(rank, reshard_after_forward=True),
+        "cpu offload": options(rank, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "after evaluation": after_evaluation(rank),
+        "masks": masks(rank),
+    }
+
+
+@pytest.mark.parametrize("ways", [often, pytest.param(seldom, marks=pytest.mark.slow)])
+def test_every_way_to_train(ways: Callable[[int], dict[str, bool]]) -> None:
+    for found in on(2, ways):
+        assert [name for name, good in found.items() if not good] == []
+
+
+@pytest.mark.slow
+def test_bf16_with_inductor() -> None:
+    assert on(2, half_precision, "inductor") == [True, True]
