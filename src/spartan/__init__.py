@@ -19,6 +19,7 @@ from spartan.sparsifier import Sparsifier
 
 if TYPE_CHECKING:
     from spartan.export import accelerate, explain, export_onnx
+    from spartan.sharded_checkpoint import load_sharded, save_sharded
 
 __version__ = "0.1.0"
 
@@ -49,9 +50,11 @@ __all__ = [
     "hard_topk",
     "linear",
     "load",
+    "load_sharded",
     "methods",
     "prune",
     "save",
+    "save_sharded",
     "soft_topk",
 ]
 
@@ -62,4 +65,8 @@ def __getattr__(name: str) -> Any:
         from spartan import export
 
         return getattr(export, name)
+    if name in ("load_sharded", "save_sharded"):  # so does torch.distributed.checkpoint
+        from spartan import sharded_checkpoint
+
+        return getattr(sharded_checkpoint, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor
 
 from spartan.groups import Group
-from spartan.masters import DenseMaster, FrozenMaster, Master
+from spartan.masters import DenseMaster, FrozenMaster, Master, gather
 from spartan.ops.rows import RowDual, RowThreshold
 from spartan.ops.select import Threshold
 from spartan.ops.soft_topk import Dual
 from spartan.portable import by_target, for_group
 from spartan.schedules import Moment
+from spartan.sharding import is_dtensor, like, own_part
 
 FORMAT = 1
 
@@ -27,17 +29,27 @@ def pack(settings: Mapping[str, Any], at: Moment, groups: Sequence[Group], maste
         "settings": dict(settings),
         "step": at.step,
         "seed": at.seed,
-        "weights": {t.name: state for m in masters for t, state in zip(m.targets, m.state(), strict=True)},
+        "weights": {t.name: state for m in masters for t, state in zip(m.targets, _states(m), strict=True)},
         "groups": [
             {
                 "threshold": _plain(g.threshold),
-                "dual": _plain(g.dual),
+                "dual": _plain(g.dual) if not g.places or not isinstance(g.dual, RowDual) else {"anew": True},
                 "tensors": by_target(g, g.tensors),
                 "learned": by_target(g, {name: p.detach() for name, p in g.learned.items()}),
             }
             for g in groups
         ],
     }
+
+
+def _states(master: Master) -> list[dict[str, Any]]:
+    """What to save of each target; of one in shards as DTensors, which any number of processes can read."""
+    target = master.targets[0]
+    if not is_dtensor(target.parameter):
+        return master.state()
+    if isinstance(master, DenseMaster):
+        return [{"theta": like(target.parameter, master.theta)}]
+    return [{key: like(target.parameter, x.contiguous()) for key, x in master.dense().items()}]
 
 
 def check(state: Mapping[str, Any], settings: Mapping[str, Any], groups: Sequence[Group]) -> None:
@@ -82,14 +94,20 @@ def restore_weights(state: Mapping[str, Any], at: Moment, masters: Sequence[Mast
 
 @torch.no_grad()
 def restore_groups(state: Mapping[str, Any], groups: Sequence[Group]) -> None:
-    """Fill the groups with what a checked state says of them."""
+    """Fill the groups with what a checked state says of them, but for duals that must be solved anew."""
     for group, of in zip(groups, state["groups"], strict=True):
         device = group.targets[0].parameter.device
-        group.go_on_from(_threshold(of["threshold"]), _dual(of["dual"], device))
+        solved = None if needs_solving(of) else _dual(of["dual"], device)
+        group.go_on_from(_threshold(of["threshold"]), solved)
         group.tensors = for_group(group, of["tensors"])
         learned = for_group(group, of["learned"])
         for name, parameter in group.learned.items():
             parameter.copy_(learned[name])
+
+
+def needs_solving(of: Mapping[str, Any]) -> bool:
+    """Whether a saved group has masks of every few weights, which shards do not save: they follow from θ."""
+    return of["dual"] is not None and "anew" in of["dual"]
 
 
 def _plain(solved: Threshold | Dual | RowDual | None) -> dict[str, Any] | None:
@@ -118,9 +136,29 @@ def _master(master: Master, saved: Mapping[str, Mapping[str, Tensor]]) -> Master
     """The master of the same targets, as it was saved."""
     targets, device = master.targets, master.theta.device
     states = [{k: v.to(device) for k, v in saved[t.name].items()} for t in targets]
+    if is_dtensor(targets[0].parameter):
+        states = [
+            {k: own_part(t.parameter, v) for k, v in as_dense(s, t.shape).items()}
+            for s, t in zip(states, targets, strict=True)
+        ]
     if "index" in states[0]:
         return FrozenMaster.from_state(targets, states)
+    if "keep" in states[0]:
+        return FrozenMaster.of(targets, *(gather(targets, [s[k] for s in states]) for k in ("theta", "keep", "mask")))
     dense = master if isinstance(master, DenseMaster) else DenseMaster(targets)
     for view, s in zip(dense.views, states, strict=True):
         view.copy_(s["theta"])
     return dense
+
+
+def as_dense(state: Mapping[str, Tensor], shape: tuple[int, ...]) -> Mapping[str, Tensor]:
+    """Kept entries at their places in tensors of that shape, zero elsewhere; others as they are."""
+    if "index" not in state:
+        return state
+    found = {}
+    for key in ("theta", "mask", "keep"):
+        values = torch.ones_like(state["index"], dtype=torch.bool) if key == "keep" else state[key]
+        flat = values.new_zeros(math.prod(shape))
+        flat[state["index"].long()] = values
+        found[key] = flat.reshape(shape)
+    return found

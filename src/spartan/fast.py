@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 
 from spartan.groups import Group
-from spartan.patterns import Block, Channel, Unstructured
+from spartan.patterns import Unstructured
+from spartan.sharding import is_dtensor, unit_sides
 
 if TYPE_CHECKING:
     from spartan.kernels.engine import Engine
@@ -36,6 +36,8 @@ def why_not(group: Group, kernels: str) -> str:
     device = group.targets[0].parameter.device
     if kernels == "torch":
         return "kernels='torch'"
+    if any(is_dtensor(t.parameter) for t in group.targets):
+        return "weights in shards"
     if kernels == "auto" and (device.type != "cuda" or torch.version.hip is not None):
         return "no NVIDIA device" if device.type == "cuda" else f"on {device.type}"
     if importlib.util.find_spec("triton") is None:
@@ -82,6 +84,8 @@ def _suits_chunks(group: Group) -> bool:
     """Single weights on a CPU, in row-major order, and many of them: a few are done before a loop has begun."""
     if not isinstance(group.pattern, Unstructured) or group.fused or sum(t.numel for t in group.targets) <= CHUNKED:
         return False
+    if any(is_dtensor(t.parameter) for t in group.targets):
+        return False
     kinds = {(t.parameter.device.type, t.parameter.dtype) for t in group.targets}
     suits = kinds in ({("cpu", torch.float32)}, {("cpu", torch.float64)})
     return suits and all(t.parameter.is_contiguous() for t in group.targets)
@@ -114,16 +118,6 @@ def frozen_engine_for(
 
 def _sides(group: Group) -> list[tuple[int, int]] | None:
     """The rows and columns of a unit of each target, seen as a matrix; None where units are nothing of the kind."""
-    found = []
-    for target in group.targets:
-        rows, columns = target.shape[0], math.prod(target.shape[1:])
-        if isinstance(group.pattern, Unstructured):
-            found.append((1, 1))
-        elif isinstance(group.pattern, Block):
-            h, w = group.pattern.h, group.pattern.w
-            found.append((rows if h == -1 else h, columns if w == -1 else w))
-        elif isinstance(group.pattern, Channel):
-            found.append((1, columns) if group.pattern.side == "out" else (rows, columns // target.shape[1]))
-        else:
-            return None
-    return found
+    found = [unit_sides(group.pattern, target.shape) for target in group.targets]
+    sides = [side for side in found if side is not None]
+    return sides if len(sides) == len(found) else None

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from spartan.budgets import Budget, check_sparsity, divide
 from spartan.costs import Cost, Params, as_cost
-from spartan.ops import rows
-from spartan.ops.parts import Part, Parts
+from spartan.ops import rows, spread
+from spartan.ops.collective import Ranks
+from spartan.ops.parts import Part, Parts, Spread
 from spartan.ops.rows import RowDual, RowSoftMask, RowThreshold
 from spartan.ops.select import Boundary, Threshold, boundary
 from spartan.ops.soft_topk import Dual, Init, SoftMask, pull_ratio, sinkhorn, solve
 from spartan.patterns import NM, Pattern, Unstructured, check_pattern, magnitude
+from spartan.sharding import Place, check_shards, is_dtensor, place, ranks_of
 from spartan.targets import Target, find_targets, unwrap
 
 if TYPE_CHECKING:  # Triton is imported where it runs
@@ -41,6 +43,7 @@ class Group:
     power: float  # p in v = Σ cᵖ|θ|
     sparsity: float  # fraction of the cost that is gone at the end
     index: int = 0  # its place among the groups
+    several: bool = False  # there are others: each should send little
     fused: bool = False  # one tensor over all targets; every weight must be a unit, of the same cost
     k: float = math.nan
     threshold: Threshold | None = None
@@ -54,14 +57,24 @@ class Group:
     def __post_init__(self) -> None:
         self.total = math.fsum(c * t.numel for c, t in zip(self.prices, self.targets, strict=True))
         # What follows is one entry per tensor that methods see.
-        shapes, prices = [t.shape for t in self.targets], self.prices
+        whole, prices = [t.shape for t in self.targets], self.prices
+        self.shapes = [tuple(t.local.shape) for t in self.targets]
         if self.fused:
-            shapes, prices = [(sum(t.numel for t in self.targets),)], self.prices[:1]
-        self.shapes = shapes
+            whole, prices = [(sum(t.numel for t in self.targets),)], self.prices[:1]
+            self.shapes = list(whole)
         self._scores_topk: TopK | None = None
-        self.sizes = [self.pattern.unit_size(s) for s in shapes]  # entries per unit
+        self.sizes = [self.pattern.unit_size(s) for s in whole]  # entries per unit
         self.unit_costs = [c * n for c, n in zip(prices, self.sizes, strict=True)]
-        self.units = [math.prod(s) // n for s, n in zip(shapes, self.sizes, strict=True)]
+        # Units on this process; `all_units` counts those of the whole tensors.
+        self.units = [math.prod(s) // n for s, n in zip(self.shapes, self.sizes, strict=True)]
+        self.all_units = [math.prod(s) // n for s, n in zip(whole, self.sizes, strict=True)]
+        # Where the tensors are shards: the processes that hold the others, and where units stand in the whole.
+        self.ranks: Ranks | None = ranks_of([t.parameter for t in self.targets])
+        self.places: list[Place] = []
+        if self.ranks is not None:
+            found = [place(self.pattern, t.parameter) for t in self.targets]
+            self.places = [p for p in found if p is not None]
+            assert len(self.places) == len(found), "check_shards() lets no unit be cut"
         # u = v / c_unit = factor · Σ|θ|
         self.factors = [c ** (self.power - 1.0) / n for c, n in zip(prices, self.sizes, strict=True)]
 
@@ -93,6 +106,8 @@ class Group:
 
         On an accelerator as one vector: there a copy costs less than a launch per target and pass.
         """
+        if self.ranks is not None:
+            return self._spread(scores, self.ranks)
         if scores[0].device.type == "cpu":
             return [Part(u, c) for u, c in zip(scores, self.unit_costs, strict=True)]
         u = torch.cat(list(scores))
@@ -100,6 +115,28 @@ class Group:
             return [Part(u, self.unit_costs[0])]
         costs = [torch.full_like(x, c, dtype=torch.float64) for x, c in zip(scores, self.unit_costs, strict=True)]
         return [Part(u, torch.cat(costs))]
+
+    def _spread(self, scores: Sequence[Tensor], ranks: Ranks) -> Spread:
+        """The units of this process, as part of all."""
+        mine = [u if counted else u[:0] for u, counted in zip(scores, ranks.counts, strict=True)]
+        starts = [sum(self.all_units[:i]) for i in range(len(scores))]
+        positions = [
+            lambda index, p=p, start=start: p.positions(index.device, index) + start
+            for p, start in zip(self.places, starts, strict=True)
+        ]
+        parts = [Part(u, c) for u, c in zip(mine, self.unit_costs, strict=True)]
+        return Spread(parts, self.all_units, ranks, positions)
+
+    def sum_over_ranks(self, tensors: Sequence[Tensor]) -> Tensor:
+        """One number per tensor that methods see, added up over the processes that hold shards of it; in float64."""
+        x = torch.stack([t.double() for t in tensors])
+        if self.ranks is None:
+            return x
+        return self.ranks.sum(torch.where(torch.tensor(self.ranks.counts, device=x.device), x, 0.0))
+
+    def largest_over_ranks(self, x: Tensor) -> Tensor:
+        """The largest of the processes' numbers."""
+        return x if self.ranks is None else self.ranks.largest(x)
 
     def budget(self, grown: float) -> float:
         """What the group may cost when the sparsity has grown to that fraction of the final one."""
@@ -135,8 +172,8 @@ class Group:
     def go_on_from(self, threshold: Threshold | None, dual: Dual | RowDual | None) -> None:
         """Take over masks that were saved."""
         # A rescaled mask is a Sinkhorn iteration's, which kernels know nothing of.
-        by_kernels = not isinstance(dual, RowDual) and (dual is None or dual.scale == 1.0)
-        if self.engine is not None and threshold is not None and by_kernels:
+        rescaled = isinstance(dual, Dual) and dual.scale != 1.0
+        if self.engine is not None and threshold is not None and not isinstance(dual, RowDual) and not rescaled:
             threshold, dual = self.engine.restore(threshold, dual)
         self.threshold, self.dual = threshold, dual
 
@@ -152,7 +189,10 @@ class Group:
             return Boundary(threshold, 0.0, math.inf, math.inf)
         if self._by_kernels(scores):
             return Boundary(self._topk().select(scores, k), 0.0, math.inf, math.inf)
-        return boundary(self.parts(scores), k)
+        parts = self.parts(scores)
+        if isinstance(parts, Spread):
+            return spread.boundary(parts, k, spread.NARROW if self.several else spread.DIGIT)
+        return boundary(parts, k)
 
     def _by_kernels(self, scores: Sequence[Tensor]) -> bool:
         able = self.engine is not None and self.engine.ranks_anything
@@ -185,6 +225,11 @@ class Group:
 
     def sinkhorn(self, scores: Sequence[Tensor], k: float, beta: float, init: Init) -> Dual:
         """The same by the paper's iteration."""
+        if self.ranks is not None and init == "threshold":
+            kept = self.keep(scores, self.select(scores, k))
+            least = [torch.where(keep, u, math.inf) for u, keep in zip(scores, kept, strict=True)]
+            lowest = -torch.stack([x.min() if x.numel() else x.new_tensor(math.inf) for x in least]).min().double()
+            init = beta * float(self.largest_over_ranks(lowest))
         return sinkhorn(self.parts(scores), k, beta, init=init)
 
     def masks(self, scores: Iterable[Tensor]) -> list[Tensor]:
@@ -202,22 +247,29 @@ class Group:
         """The same, differentiable in the scores."""
         if isinstance(self.dual, RowDual):
             return list(RowSoftMask.apply(self.dual, *scores))
-        return list(SoftMask.apply(self.dual, self.unit_costs, *scores))
+        return list(SoftMask.apply(self.dual, self.unit_costs, self.ranks, *scores))
 
     def pull_back(self, grads: Sequence[Tensor], slopes: Sequence[Tensor]) -> list[Tensor]:
         """c·a₁/a₂ of each target's units: how far the budget pulls them back, from ∂L/∂m and m(1−m) of every unit."""
         if isinstance(self.pattern, NM):
             m = self.pattern.m
             return [rows.pull_rows(g, s, m) for g, s in zip(grads, slopes, strict=True)]
-        ratio = pull_ratio(grads, slopes, self.unit_costs)
+        ratio = pull_ratio(grads, slopes, self.unit_costs, self.ranks)
         return [(ratio * c).to(g.dtype) for g, c in zip(grads, self.unit_costs, strict=True)]
 
     def keep(self, scores: Iterable[Tensor], threshold: Threshold) -> list[Tensor]:
         """Bool per unit: what a threshold keeps of each target."""
         found, start = [], 0
-        for u in scores:
-            found.append(threshold.keep(u, start))
-            start += u.numel()
+        for i, u in enumerate(scores):
+            first = self.places[i].first if self.places else 0
+            if first is not None or isinstance(threshold, RowThreshold):  # the latter asks for no position
+                found.append(threshold.keep(u, start + (first or 0)))
+            else:
+                kept = u > threshold.value
+                if threshold.cut > start:
+                    kept |= (u == threshold.value) & (self.places[i].positions(u.device) + start < threshold.cut)
+                found.append(kept)
+            start += self.all_units[i]
         return found
 
     def expand(self, units: Iterable[Tensor]) -> list[Tensor]:
@@ -274,8 +326,7 @@ def make_plan(
             raise ValueError(
                 f"pattern: {error} of {target.name}; leave that layer dense with exclude=[{target.name!r}]"
             ) from None
-        if not torch.isfinite(target.parameter).all():
-            raise ValueError(f"{target.name} holds NaN or infinite weights; they cannot be ranked")
+    check_shards([t.name for t in targets], [t.parameter for t in targets], pattern)
     weights = sum(t.numel for t in targets)
     counted, untouched = weights, 0
     if count == "model":
@@ -294,9 +345,12 @@ def make_plan(
     prices = cost.per_parameter(model, targets)
     costs = [c * t.numel for c, t in zip(prices, targets, strict=True)]
     groups = []
-    for index, (members, s) in enumerate(divide(budget, sparsity, targets, costs)):
+    shares = divide(budget, sparsity, targets, costs)
+    for index, (members, s) in enumerate(shares):
         mine, c = [targets[i] for i in members], [prices[i] for i in members]
-        groups.append(Group(mine, pattern, c, cost.value_power, s, index, fused=_should_fuse(mine, c, pattern)))
+        groups.append(
+            Group(mine, pattern, c, cost.value_power, s, index, len(shares) > 1, _should_fuse(mine, c, pattern))
+        )
     return Plan(groups, counted, untouched, math.fsum(costs) + untouched)
 
 
@@ -333,4 +387,6 @@ def _should_fuse(targets: Sequence[Target], prices: Sequence[float], pattern: Pa
     """
     kinds = {(t.parameter.dtype, t.parameter.device) for t in targets}
     alike = isinstance(pattern, Unstructured) and len(set(prices)) == 1 and len(kinds) == 1
+    if any(is_dtensor(t.parameter) for t in targets):
+        return False
     return alike and len(targets) > 1 and targets[0].parameter.device.type != "cpu"

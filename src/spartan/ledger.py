@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
+from spartan.sharding import is_dtensor, local, version
 from spartan.targets import Target
 
 
@@ -60,12 +61,12 @@ class Ledger:
         if grad is None or record is None:
             return grad is not None
         # Changed since the step: written anew. Changed before the step: clipped or unscaled, perhaps out of place.
-        return record.stepped and (record.grad() is not grad or grad._version != record.version)
+        return record.stepped and (record.grad() is not grad or version(grad) != record.version)
 
     def transformed(self, i: int) -> None:
         """Target i's gradient is now one for θ."""
         grad = self._targets[i].parameter.grad
-        self._records[i] = None if grad is None else _Record(TensorWeakRef(grad), grad._version)
+        self._records[i] = None if grad is None else _Record(TensorWeakRef(grad), version(grad))
 
     def stepped(self, i: int) -> None:
         """An optimizer has used target i's gradient."""
@@ -80,10 +81,17 @@ class Ledger:
         grad = self._targets[i].parameter.grad
         if grad is None or self._records[i] is None or self.fresh(i):
             return False
-        return bool(grad.any())
+        return bool(local(grad).any())
+
+    def _spoilt_unseen(self, i: int) -> bool:
+        """Whether FSDP2, which gives no notice before, has just added to a gradient for θ, as its version tells."""
+        grad, record = self._targets[i].parameter.grad, self._records[i]
+        if record is None or grad is None or not is_dtensor(grad) or record.grad() is not grad:
+            return False
+        return version(grad) == record.version + 1
 
     def _accumulated(self, i: int) -> None:
-        if self._spoilt[i]:
+        if self._spoilt[i] or self._spoilt_unseen(i):
             name = self._targets[i].name
             raise RuntimeError(
                 f"backward() would add to the gradient of {name}, which sparsifier.backward() or an optimizer step "

@@ -23,7 +23,7 @@ def lay_out(targets: Sequence[Target], flat: Tensor) -> list[Tensor]:
     Several targets stand there in the order of their memory, so that moving θ in and out is one plain copy.
     """
     if len(targets) == 1:
-        return [flat.reshape(targets[0].shape)]
+        return [flat.reshape(targets[0].local.shape)]
     found, start = [], flat.storage_offset()
     for target in targets:
         stride = target.dense_stride or _row_major(target.shape)
@@ -48,8 +48,8 @@ def gather(targets: Sequence[Target], tensors: Sequence[Tensor]) -> Tensor:
 
 def like_parameter(target: Target, tensor: Tensor) -> Tensor:
     """The same tensor with its memory in the order of the parameter's."""
-    stride = target.parameter.stride()
-    return torch.empty_strided(target.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    here = target.local
+    return torch.empty_strided(here.shape, here.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class DenseMaster:
 
     def __init__(self, targets: Sequence[Target], alias: bool = False) -> None:
         self.targets = list(targets)
-        parameters = [t.parameter.detach() for t in targets]
+        parameters = [t.local for t in targets]
         if len(targets) > 1:
             self.theta = gather(targets, parameters)
         else:
@@ -83,11 +83,11 @@ class DenseMaster:
 
     def put(self, which: Sequence[int]) -> None:
         """Write θ into the parameters of these targets."""
-        copy_all([self.targets[j].parameter for j in which], [self.views[j] for j in which])
+        copy_all([self.targets[j].local for j in which], [self.views[j] for j in which])
 
     def take(self, which: Sequence[int]) -> None:
         """Read θ from the parameters of these targets."""
-        copy_all([self.views[j] for j in which], [self.targets[j].parameter.detach() for j in which])
+        copy_all([self.views[j] for j in which], [self.targets[j].local for j in which])
 
     def snapshot(self) -> Tensor:
         """θ as it is now, to go back to."""
@@ -119,13 +119,13 @@ class FrozenMaster:
 
     def _spread(self, values: Tensor) -> Tensor:
         """The kept entries at their places, zero elsewhere, flat."""
-        flat = values.new_zeros(sum(t.numel for t in self.targets))
+        flat = values.new_zeros(sum(t.local.numel() for t in self.targets))
         flat[self.index] = values
         return flat
 
     def _whole(self) -> Tensor | None:
         """The parameter as a flat view in the order of the index, where there is just one and it lies so."""
-        parameter = self.targets[0].parameter.detach()
+        parameter = self.targets[0].local
         return parameter.view(-1) if len(self.targets) == 1 and parameter.is_contiguous() else None
 
     def put(self, which: Sequence[int]) -> None:
@@ -135,7 +135,7 @@ class FrozenMaster:
             flat[self.index] = self.theta
             return
         views = lay_out(self.targets, self._spread(self.theta))
-        copy_all([self.targets[j].parameter for j in which], [views[j] for j in which])
+        copy_all([self.targets[j].local for j in which], [views[j] for j in which])
 
     def take(self, which: Sequence[int]) -> None:
         """Read θ from the parameters of these targets, at the kept places."""
@@ -145,7 +145,7 @@ class FrozenMaster:
             return
         views = lay_out(self.targets, self._spread(self.theta))
         for j in which:
-            views[j] = self.targets[j].parameter.detach()
+            views[j] = self.targets[j].local
         self.theta.copy_(gather(self.targets, views).reshape(-1)[self.index])
 
     def snapshot(self) -> Tensor:
@@ -164,7 +164,7 @@ class FrozenMaster:
         """Put w into the parameters."""
         flat = self._whole()
         if flat is None:
-            copy_all([t.parameter for t in self.targets], self.weights())
+            copy_all([t.local for t in self.targets], self.weights())
         else:
             flat.zero_()
             flat[self.index] = self.theta * self.mask
@@ -180,7 +180,7 @@ class FrozenMaster:
             flat.zero_()
             flat[self.index] = kept
             return [only]
-        dense = [torch.zeros_like(t.parameter) if g is None else g for g, t in zip(grads, self.targets, strict=True)]
+        dense = [torch.zeros_like(t.local) if g is None else g for g, t in zip(grads, self.targets, strict=True)]
         found = self._spread(gather(self.targets, dense).reshape(-1)[self.index] * self.mask)
         return [None if g is None else x for g, x in zip(grads, lay_out(self.targets, found), strict=True)]
 
@@ -193,6 +193,13 @@ class FrozenMaster:
         ends = torch.tensor([math.fsum(t.numel for t in self.targets[: j + 1]) for j in range(len(self.targets))])
         upto = torch.searchsorted(self.index.long(), ends.long().to(self.index.device)).tolist()
         return [b - a for a, b in zip([0, *upto], upto, strict=False)]
+
+    def dense(self) -> dict[str, Tensor]:
+        """θ, the mask and what is kept as whole tensors of the only target: what shards save."""
+        shape = self.targets[0].local.shape
+        found = {"theta": self._spread(self.theta), "mask": self._spread(self.mask)}
+        found["keep"] = self._spread(torch.ones_like(self.mask)).bool()
+        return {key: x.reshape(shape) for key, x in found.items()}
 
     def state(self) -> list[dict[str, Any]]:
         """What a checkpoint needs of each target: its kept entries in row-major order, whatever the memory's."""

@@ -12,11 +12,16 @@ from torch import Tensor
 
 from spartan.groups import Group
 from spartan.masters import gather, lay_out
+from spartan.sharding import as_dtensor, is_dtensor, local, place
 
 
 def by_target(group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The group's tensors as they are saved: those of one entry per unit (their name ends in 0) one per target."""
     found = dict(tensors)
+    for name, tensor in tensors.items():
+        i = unit_tensor(group, name)
+        if i is not None and group.places and is_dtensor(group.targets[i].parameter):
+            found[name] = on_grid(group, i, tensor)
     if group.fused:
         for name, tensor in tensors.items():
             if name.endswith("0") and tensor.shape == (group.units[0],):
@@ -25,10 +30,37 @@ def by_target(group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def unit_tensor(group: Group, name: str) -> int | None:
+    """The number of the tensor whose units a name stands for: the digits at its end."""
+    digits = name[len(name.rstrip("0123456789")) :]
+    return int(digits) if digits and int(digits) < len(group.targets) else None
+
+
+def on_grid(group: Group, i: int, tensor: Tensor) -> Tensor:
+    """One entry per unit as a matrix of units, sharded as the target is: what processes can hand on to others."""
+    parameter = group.targets[i].parameter
+    where = group.places[i] if group.places else place(group.pattern, parameter)
+    assert where is not None
+    matrix = tensor.detach().reshape(where.rows.numel(), where.columns.numel())
+    return as_dtensor(parameter, matrix, where.whole) if is_dtensor(parameter) else matrix
+
+
+def off_grid(group: Group, i: int, tensor: Tensor) -> Tensor:
+    """What this process holds of it, flat; also of a whole vector."""
+    if is_dtensor(tensor):
+        return local(tensor).reshape(-1)
+    return (group.places[i].cut_out(tensor.reshape(-1)) if group.places else tensor).reshape(-1)
+
+
 def for_group(group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Saved tensors as the group has them: on the device of its targets, copied."""
     device = group.targets[0].parameter.device
-    found = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
+    found = {}
+    for name, tensor in tensors.items():
+        i = unit_tensor(group, name)
+        if i is not None and not group.fused and (group.places or tensor.ndim > 1):
+            tensor = off_grid(group, i, tensor)
+        found[name] = tensor.to(device, copy=True)
     if group.fused:
         for stem in [name[:-1] for name in tensors if name.endswith("0")]:
             names = [f"{stem}{i}" for i in range(len(group.targets))]

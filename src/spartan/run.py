@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from spartan.checks import Checks
 from spartan.fast import engine_for, frozen_engine_for
 from spartan.groups import Group, Plan
 from spartan.masters import DenseMaster, FrozenMaster, Master, copy_all, gather, lay_out, like_parameter
 from spartan.methods.base import Method
+from spartan.ops.collective import first_says
+from spartan.ops.soft_topk import Dual
 from spartan.schedules import Moment
-from spartan.targets import current
+from spartan.sharding import fsdp_modules, like, ranks_of, replicas, version
 from spartan.watch import Watch
 
 if TYPE_CHECKING:
@@ -23,16 +25,21 @@ if TYPE_CHECKING:
     from spartan.kernels.frozen_engine import FrozenEngine
 
 
-class Run:
+class Run(Checks):
     """The dense weights behind a model's sparse ones, from the first step to the last."""
 
-    def __init__(self, plan: Plan, method: Method, at: Moment, kernels: str = "auto") -> None:
+    def __init__(self, plan: Plan, method: Method, at: Moment, kernels: str, model: nn.Module) -> None:
         self.plan, self.method, self.at, self.kernels = plan, method, at, kernels
         self.targets = [target for group in plan.groups for target in group.targets]
         self.masters: list[Master] = [DenseMaster(s, method.identity) for g in plan.groups for s in g.slabs()]
         # Where each target is: its master, and its place there.
         self._home = [(m, j) for m, master in enumerate(self.masters) for j in range(len(master.targets))]
         self._versions: list[int] = []
+        self.ranks = ranks_of([t.parameter for t in self.targets])
+        self._fsdp = fsdp_modules(model) if self.ranks is not None else []
+        self._ddp = replicas(model)
+        self._kept: list[int] | None = None  # units kept, where counting takes all processes
+        self.sent = self._sent_before = 0  # bytes that processes exchanged for the last choice of masks, and until then
         self.watch = Watch([t.name for t in self.targets], self.targets[0].parameter.device, len(plan.groups))
         self.attach_kernels()
         for group, thetas in self.groups():
@@ -134,6 +141,7 @@ class Run:
     def choose(self) -> None:
         """New masks for θ at this moment; from the first step of finetuning on they are fixed."""
         if self.frozen:
+            self._add_up()
             return
         self.set_budgets()
         for group, thetas in self.groups():
@@ -141,6 +149,40 @@ class Run:
         if self.at.phase == "finetune" and not self.method.identity:
             self.masters = self._freeze()
             self.attach_kernels()
+        self.count()
+
+    @torch.no_grad()
+    def solve_anew(self, which: Sequence[int]) -> None:
+        """Masks of these groups that a saved state leaves to be solved from θ."""
+        for group, thetas in self.groups():
+            if group.index in which and not self.frozen:
+                self.method.choose(group, thetas, self.at)
+
+    def agree(self) -> None:
+        """Copies under DDP take process 0's thresholds and duals: an insurance, since equal weights give equal ones.
+
+        Nothing is asked while some processes have run out of data (`join`), nor of numbers that are still on a device.
+        """
+        solved = [(g.threshold, g.dual) for g in self.plan.groups]
+        if self._ddp is None or self.frozen or self.method.identity or self._ddp._join_config.enable:
+            return
+        mine: list[float] = []
+        for threshold, dual in solved:
+            soft = dual if isinstance(dual, Dual) else None
+            found = (None, None) if threshold is None else (threshold.value, threshold.cut)
+            numbers = [*found, *((None, None) if soft is None else (soft.center, soft.offset))]
+            if any(isinstance(x, Tensor) for x in numbers):
+                return
+            mine += [0.0 if x is None else float(x) for x in numbers]
+        first = first_says(mine, self._ddp.process_group, self.targets[0].parameter.device)
+        self.sent = 8 * len(mine)
+        if first == mine:
+            return
+        for i, (group, (threshold, dual)) in enumerate(zip(self.plan.groups, solved, strict=True)):
+            value, cut, center, offset = first[4 * i : 4 * i + 4]
+            if isinstance(dual, Dual):
+                dual = replace(dual, center=center, offset=offset)
+            group.go_on_from(None if threshold is None else replace(threshold, value=value, cut=int(cut)), dual)
 
     def _freeze(self) -> list[Master]:
         frozen: list[Master] = []
@@ -169,16 +211,22 @@ class Run:
             found += lay_out(slab, w)
         return found
 
+    def reshard(self) -> None:
+        """Let FSDP2 drop whole weights that a forward pass has left: shards are what is trained and written."""
+        for module in self._fsdp:
+            module.reshard()
+
     @torch.no_grad()
     def write(self) -> None:
         """Put w into the model."""
+        self.reshard()
         if self.frozen:
             self._write_frozen()
         elif not self.method.identity:
             for group, thetas in self.groups():
                 if group.engine is None or not self.method.write_fast(group, thetas, group.engine):
-                    copy_all([t.parameter for t in group.targets], self._weights(group, thetas))
-        self._versions = [target.parameter._version for target in self.targets]
+                    copy_all([t.local for t in group.targets], self._weights(group, thetas))
+        self._versions = [version(target.parameter) for target in self.targets]
 
     def _write_frozen(self) -> None:
         start = 0
@@ -195,7 +243,7 @@ class Run:
         for group, thetas in self.groups():
             end = start + len(group.targets)
             params = [t.parameter for t in group.targets]
-            grads = [p.grad if f else None for p, f in zip(params, fresh[start:end], strict=True)]
+            grads = [t.local_grad if f else None for t, f in zip(group.targets, fresh[start:end], strict=True)]
             if (group.engine or group.frozen_engine) is not None and self._transform_fast(group, thetas, grads):
                 start = end
                 continue
@@ -203,8 +251,8 @@ class Run:
             for parameter, old, new in zip(params, grads, found, strict=True):
                 if old is None:
                     # A parameter that the loss did not reach still feels the others through the shared budget.
-                    if parameter.grad is None and new is not None and new.any():
-                        parameter.grad = new.clone()
+                    if parameter.grad is None and new is not None and group.largest_over_ranks(new.any().int()):
+                        parameter.grad = like(parameter, new.clone())
                 elif new is None:
                     old.zero_()
             changed = [
@@ -245,7 +293,7 @@ class Run:
             return self.method.gradient(group, thetas, grads, self.at)
         if all(g is None for g in grads):
             return grads
-        dense = [torch.zeros_like(t.parameter) if g is None else g for g, t in zip(grads, group.targets, strict=True)]
+        dense = [torch.zeros_like(t.local) if g is None else g for g, t in zip(grads, group.targets, strict=True)]
         flat = [gather(group.targets, dense)]
         self.method.observe(group, thetas, flat, self.at)
         (found,) = self.method.gradient(group, thetas, flat, self.at)
@@ -253,9 +301,32 @@ class Run:
 
     # ------------------------------------------------------------------ looking
 
-    @torch.no_grad()
+    def count(self) -> None:
+        """Where weights lie in shards: count what is kept, and the bytes of it all.
+
+        Once per choice of masks and by all processes, so that one of them may ask for `stats` by itself.
+        """
+        if self.ranks is None:
+            return
+        here = torch.tensor(self._kept_units(), device=self.targets[0].local.device)
+        mine = torch.tensor(self.ranks.counts, device=here.device)
+        self._kept = [int(n) for n in self.ranks.sum(torch.where(mine, here, 0)).tolist()]
+        self._add_up()
+
+    def _add_up(self) -> None:
+        """The bytes that processes have exchanged since the last time."""
+        if self.ranks is None:
+            return
+        sent = self.ranks.sent + sum(group.ranks.sent for group in self.plan.groups if group.ranks is not None)
+        self.sent, self._sent_before = sent - self._sent_before, sent
+
     def kept_units(self) -> list[int]:
         """Units kept of each target."""
+        return self._kept_units() if self._kept is None else self._kept
+
+    @torch.no_grad()
+    def _kept_units(self) -> list[int]:
+        """Units kept of each target on this process."""
         if self.frozen:
             sizes = [n for group in self.plan.groups for n in group.size_of_units()]
             return [n // size for n, size in zip([n for m in self.frozen for n in m.kept()], sizes, strict=True)]
@@ -278,119 +349,32 @@ class Run:
                 found += [
                     k.clone() for slab, whole in zip(group.slabs(), keep, strict=True) for k in lay_out(slab, whole)
                 ]
-        return {t.name: keep for t, keep in zip(self.targets, found, strict=True)}
+        return {t.name: like(t.parameter, keep) for t, keep in zip(self.targets, found, strict=True)}
 
     @torch.no_grad()
     def mask_histogram(self, bins: int) -> list[int] | None:
-        """How many units have a mask value in each of `bins` equal parts of [0, 1]; None without a soft mask."""
+        """How many units have a mask value in each of `bins` equal parts of [0, 1]; None without a soft mask.
+
+        Where weights lie in shards, every process must ask.
+        """
         if any(group.dual is None for group in self.plan.groups):
             return None
-        found = torch.zeros(bins, dtype=torch.int64)
+        found = []  # of each tensor that methods see
         if self.frozen:
             sizes = [n for group in self.plan.groups for n in group.sizes]
             for master, size in zip(self.frozen, sizes, strict=True):
-                found += torch.histc(master.mask.float(), bins, 0.0, 1.0).long().cpu() // size
-                found[0] += (sum(t.numel for t in master.targets) - master.index.numel()) // size
-            return found.tolist()
-        for group, thetas in self.groups():
-            for mask in group.masks(self.method.ranked(group, thetas)):
-                found += torch.histc(mask.float(), bins, 0.0, 1.0).long().cpu()
-        return found.tolist()
-
-    # ------------------------------------------------------------------ checks
-
-    def check_same_tensors(self) -> None:
-        """The model must hold the parameters that the run was built for."""
-        for target, (m, _) in zip(self.targets, self._home, strict=True):
-            now, theta = current(target), self.masters[m].theta
-            if now is not target.parameter or now.device != theta.device or now.dtype != theta.dtype:
-                raise RuntimeError(
-                    f"{target.name} was moved, cast or replaced after the sparsifier was built (it is {now.dtype} on "
-                    f"{now.device}, the dense weights are {theta.dtype} on {theta.device}). Build the sparsifier after "
-                    "model.to(...); to continue a run, load sparsifier.state_dict() into the new one."
-                )
-
-    @torch.no_grad()
-    def check_model(self) -> None:
-        """The model must hold what was written into it."""
-        self.check_same_tensors()
-        versions = [target.parameter._version for target in self.targets]
-        if versions == self._versions or self.method.identity:
-            return
-        # Swapping an average in and out again bumps versions too, so look at the values before complaining.
-        for target, w in zip(self.targets, self.weights(), strict=True):
-            if not torch.equal(target.parameter, w):
-                raise RuntimeError(
-                    f"{target.name} was changed outside the optimizer step. After model.load_state_dict(), also call "
-                    "sparsifier.load_state_dict() with the state saved beside it; to set weights by hand, do so inside "
-                    "`with sparsifier.dense_weights():`."
-                )
-        self._versions = versions
-
-    def check_gradients(self, which: Iterable[int]) -> None:
-        """No NaN or infinite gradient may reach θ.
-
-        On an accelerator nothing waits for the answer: a flag keeps θ as it is, and the error comes with a later step.
-        """
-        which = list(which)
-        if self.watch.flags.device.type != "cpu":
-            for group, mine in self._groups_of(which):
-                grads = [self.targets[i].parameter.grad if i in which else None for i in mine]
-                engine = group.engine or group.frozen_engine
-                if engine is not None and self._alike(group, grads):
-                    engine.check(grads)
-                else:
-                    there = [(i, g) for i, g in zip(mine, grads, strict=True) if g is not None]
-                    self.watch.note(0, [i for i, _ in there], [g for _, g in there])
-            return
-        bad = _first_non_finite((i, self.targets[i].parameter.grad) for i in which)
-        if bad is not None:
-            raise RuntimeError(
-                f"the gradient of {self.targets[bad].name} holds NaN or infinite values at step {self.at.step}; nothing "
-                "was updated. Lower the learning rate, clip gradients, or use a GradScaler with float16."
-            )
-
-    def _groups_of(self, which: Sequence[int]) -> Iterator[tuple[Group, range]]:
-        """The groups that these targets belong to, each with all its targets."""
-        start = 0
-        for group in self.plan.groups:
-            mine = range(start, start + len(group.targets))
-            if any(i in mine for i in which):
-                yield group, mine
-            start = mine.stop
-
-    def _alike(self, group: Group, grads: Sequence[Tensor | None]) -> bool:
-        """Whether gradients lie in memory as their parameters do."""
-        pairs = zip(group.targets, grads, strict=True)
-        return all(g is None or (g.stride() == t.parameter.stride() and not g.is_sparse) for t, g in pairs)
-
-    def check_weights(self, which: Iterable[int]) -> None:
-        """No NaN or infinite θ may be taken from the model."""
-        which = list(which)
-        if self.watch.flags.device.type != "cpu":
-            _, rest = self._by_engine(which)  # kernels look while they take
-            self.watch.note(1, rest, [self.targets[i].parameter.detach() for i in rest])
-            return
-        bad = _first_non_finite((i, self.targets[i].parameter) for i in which)
-        if bad is not None:
-            raise RuntimeError(
-                f"{self.targets[bad].name} would hold NaN or infinite weights after step {self.at.step}; the update was "
-                "taken back. The learning rate is probably too high."
-            )
+                found.append(torch.histc(master.mask.float(), bins, 0.0, 1.0).long().cpu() // size)
+                found[-1][0] += (sum(t.local.numel() for t in master.targets) - master.index.numel()) // size
+        else:
+            for group, thetas in self.groups():
+                for mask in group.masks(self.method.ranked(group, thetas)):
+                    found.append(torch.histc(mask.float(), bins, 0.0, 1.0).long().cpu())
+        if self.ranks is None:
+            return torch.stack(found).sum(0).tolist()
+        mine = [x if counted else torch.zeros_like(x) for x, counted in zip(found, self.ranks.counts, strict=True)]
+        return self.ranks.sum(torch.stack(mine).sum(0).to(self.targets[0].local.device)).tolist()
 
 
 def views_of(master: Master) -> list[Tensor]:
     """θ of each target of a master, while it is dense."""
     return master.views if isinstance(master, DenseMaster) else []
-
-
-def _first_non_finite(tensors: Iterable[tuple[int, Tensor | None]]) -> int | None:
-    """Index of the first tensor with a NaN or infinite entry, with one look at the device for all of them."""
-    there = [(i, t.detach()) for i, t in tensors if t is not None and t.numel()]
-    if not there:
-        return None
-    if torch.isfinite(torch.stack([t.sum().float() for _, t in there])).all():  # the sum of one that is not, is not
-        return None
-    largest = torch.stack([n.float() for n in torch._foreach_norm([t for _, t in there], math.inf)])
-    finite = torch.isfinite(largest).tolist()
-    return None if all(finite) else there[finite.index(False)][0]

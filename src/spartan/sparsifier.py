@@ -13,6 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from spartan.groups import make_plan
 from spartan.ledger import Ledger
 from spartan.methods import as_method, check_together
 from spartan.methods.base import Method
+from spartan.ops.collective import share
 from spartan.patterns import Pattern
 from spartan.run import Run
 from spartan.schedules import Moment
@@ -123,7 +125,9 @@ class Sparsifier:
             "warmup_steps": at.warmup_steps,
             "freeze_step": at.freeze_step,
         }
-        self._run = Run(plan, self.method, at, check_kernels(kernels))
+        # Every process must draw the same random numbers: process 0's seed is that of all.
+        at = replace(at, seed=share(at.seed, self._targets[0].parameter.device))
+        self._run = Run(plan, self.method, at, check_kernels(kernels), model)
         # Nothing of the model has been touched up to here, so a bad argument changes nothing.
         self._ledger = Ledger(self._targets)
         for target in self._targets:
@@ -237,6 +241,7 @@ class Sparsifier:
             if everyone:
                 self._round = set()
             self._run.choose()
+            self._run.agree()
         finally:
             self._run.write()  # whatever happens, the model holds w
         self._run.watch.send(self._run.at.step)
@@ -310,7 +315,7 @@ class Sparsifier:
         """Where the run stands: step, phase, achieved and asked density and cost, β, μ, threshold, passes."""
         if self._final is not None:
             return self._final[0]
-        return Stats.of(self._run.plan, self.method, self._run.at, self._run.kept_units())
+        return Stats.of(self._run.plan, self.method, self._run.at, self._run.kept_units(), self._run.sent)
 
     def progress(self) -> dict[str, Any]:
         """The part of `stats` that costs nothing to read: what is asked for, what is kept, how the mask was solved.
@@ -369,6 +374,8 @@ class Sparsifier:
         checkpoint.restore_groups(state, run.plan.groups)
         self._round = set(state["round"])
         run.set_budgets()
+        run.solve_anew([i for i, of in enumerate(state["groups"]) if checkpoint.needs_solving(of)])
+        run.count()
         run.write()
 
 

@@ -23,6 +23,7 @@ class Stats:
     `density` counts the weights in kept units, `cost` what they cost; `target_density` and `target_cost` are what the
     schedule asks for now, the former as a fraction of the whole cost. `beta`, `mu`, `threshold` and `passes` belong to
     the masks in use; with N:M every few weights have a μ and a threshold of their own, and these two are None.
+    `bytes_sent` is what each process exchanged with the others for the last step, where weights lie in shards.
     """
 
     step: int
@@ -35,10 +36,11 @@ class Stats:
     mu: PerGroup
     threshold: PerGroup
     passes: int
+    bytes_sent: int = 0
 
     @classmethod
-    def of(cls, plan: Plan, method: Method, at: Moment, kept: Sequence[int]) -> Stats:
-        """From the units kept of each target."""
+    def of(cls, plan: Plan, method: Method, at: Moment, kept: Sequence[int], sent: int = 0) -> Stats:
+        """From the units kept of each target, and the bytes that finding them took."""
         groups = plan.groups
         sizes = [n for g in groups for n in g.size_of_units()]
         costs = [c for g in groups for c in g.cost_of_units()]
@@ -56,6 +58,7 @@ class Stats:
             mu=_per_group([None if d is None or d.mu is None else float(d.mu) for d in duals]),
             threshold=_per_group([_level(g) for g in groups]),
             passes=max((int(d.passes) for d in duals if d is not None), default=0),
+            bytes_sent=sent,
         )
 
 

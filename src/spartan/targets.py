@@ -13,6 +13,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
+from spartan.sharding import is_dtensor, local, same_placement
+
 # The layers made sparse by default, and the names of their weights.
 _WEIGHTS: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
     (nn.Linear, ("weight",)),
@@ -37,24 +39,39 @@ class Target:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the weight."""
+        """The shape of the weight, whole."""
         return tuple(self.parameter.shape)
 
     @property
     def numel(self) -> int:
-        """Entries of the weight."""
+        """Entries of the weight, whole."""
         return self.parameter.numel()
+
+    @property
+    def local(self) -> Tensor:
+        """What this process holds of the weight: all of it, or its shard; in the parameter's memory, no gradient."""
+        return local(self.parameter).detach()
+
+    @property
+    def local_grad(self) -> Tensor | None:
+        """The gradient of that."""
+        grad = self.parameter.grad
+        if grad is None or not is_dtensor(self.parameter):
+            return grad
+        if (placed := same_placement(self.parameter, grad)) is not grad:
+            self.parameter.grad = grad = placed
+        return local(grad)
 
     @cached_property
     def dense_stride(self) -> tuple[int, ...] | None:
-        """The parameter's strides, if its entries fill its memory without gaps, in whatever order; else None."""
-        expected = 1
-        for stride, n in sorted(zip(self.parameter.stride(), self.parameter.shape, strict=True)):
+        """The strides of the local tensor, if its entries fill its memory without gaps, in any order; else None."""
+        expected, here = 1, self.local
+        for stride, n in sorted(zip(here.stride(), here.shape, strict=True)):
             if n > 1:
                 if stride != expected:
                     return None
                 expected *= n
-        return self.parameter.stride()
+        return here.stride()
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartan.run import Run
+from spartan.sharding import version
 from spartan.targets import Target
 
 Step = Callable[[Optimizer, Callable[..., Any], Callable[[], Any] | None], Any]
@@ -73,7 +74,7 @@ class Closure:
         return loss
 
     def _versions(self) -> list[int]:
-        return [self.run.targets[i].parameter._version for i in self.mine]
+        return [version(self.run.targets[i].parameter) for i in self.mine]
 
     @torch.no_grad()
     def _follow(self) -> None:

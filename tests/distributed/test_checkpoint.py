@@ -76,8 +76,6 @@ def all_ways(rank: int, folder: str, stops: Stops) -> list[str]:
     return [x for saved, how in ways[: 2 if stops == SOME else 3] for x in go_on(rank, folder, stops, saved, how)]
 
 
-# torch warns that it saves without other processes.
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stops", [SOME, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"])
 def test_saved_on_2_and_loaded_on_1_and_4(tmp_path: Path, stops: Stops) -> None:
     folder = str(tmp_path)

@@ -144,7 +144,7 @@ def insured(rank: int) -> bool:
     first = mine.clone()
     dist.broadcast(first, 0)
     alone = group.select(group.scores([m.theta for m in s._run.masters]), group.k)
-    return torch.equal(mine, first) and (alone.value != group.threshold.value) == (rank == 1)
+    return torch.equal(mine, first) and bool(alone.value != group.threshold.value) == (rank == 1)
 
 
 def bytes_sent(rank: int, width: int) -> list[int]:

@@ -125,6 +125,11 @@ class Rewiring(StoredMasks):
 def random_ranks(group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
     """A random number per unit, of this run and step: the same for a weight, however it lies in memory."""
     rng, device = generator(at, thetas[0].device, stream=group.index), thetas[0].device
+    if group.places:  # drawn for the whole weight, one after the other, so that processes agree
+        return [
+            place.cut_out(torch.rand(n, generator=rng, device=device))
+            for place, n in zip(group.places, group.all_units, strict=True)
+        ]
     if not group.fused:
         return [torch.rand(n, generator=rng, device=device) for n in group.units]
     flat = []
@@ -139,7 +144,7 @@ def random_ranks(group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Ten
 
 def cost_of(group: Group, masks: Sequence[Tensor]) -> float:
     """What the units of a mask cost."""
-    counts = torch.stack([mask.sum() for mask in masks]).tolist()
+    counts = group.sum_over_ranks([mask.sum() for mask in masks]).tolist()
     return math.fsum(n * c for n, c in zip(counts, group.unit_costs, strict=True))
 
 

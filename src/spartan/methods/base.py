@@ -133,10 +133,22 @@ def vjp(
     found = torch.autograd.grad(
         [y for y, _ in outputs], [*leaves, *learned], [g.to(y.dtype) for y, g in outputs], allow_unused=True
     )
-    for parameter, grad in zip(learned, found[len(leaves) :], strict=True):
+    for name, parameter, grad in zip(group.learned, learned, found[len(leaves) :], strict=True):
         if grad is not None:
+            if group.ranks is not None and not name[-1].isdigit():
+                grad = _over_ranks(group, name, grad)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
     return list(found[: len(leaves)])
+
+
+def _over_ranks(group: Group, name: str, grad: Tensor) -> Tensor:
+    """The whole gradient of a learned parameter with one entry per target, from that of this process's shards."""
+    if grad.shape != (len(group.targets),):
+        raise RuntimeError(
+            f"learned[{name!r}] has shape {tuple(grad.shape)}; where weights lie in shards, learned parameters have one "
+            "entry per unit (their names end in the target's number) or one per target"
+        )
+    return group.sum_over_ranks(grad.unbind()).to(grad.dtype)
 
 
 def masked(x: Tensor, keep: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from spartan.groups import Group
 from spartan.methods._masks import random_ranks
 from spartan.methods.base import Method
 from spartan.methods.registry import register
-from spartan.ops.parts import Parts
+from spartan.ops.parts import Parts, Spread
 from spartan.schedules import Moment, Schedule, as_schedule, linear
 
 # Passes of the projection.
@@ -211,14 +211,21 @@ def _shift(parts: Parts, k: float, unit: float) -> Tensor:
     The number of passes is fixed, so that nothing waits for the device; of all passes the best counts.
     """
     v = low = best = torch.zeros((), dtype=torch.float64, device=parts[0].u.device)
-    high = torch.stack([(part.u / (part.c / unit)).max() for part in parts]).max().double().clamp(min=0.0)
+    ends = [(part.u / (part.c / unit)).max().double() for part in parts if part.u.numel()]  # a shard may be empty
+    high = torch.stack([torch.zeros_like(v), *ends]).max()
+    ranks = parts.ranks if isinstance(parts, Spread) else None
+    if ranks is not None:
+        high = ranks.largest(high)
     last = least = torch.full_like(v, math.inf)
     for _ in range(PASSES):
-        excess, slope = torch.full_like(v, -k), torch.zeros_like(v)
+        excess, slope = torch.zeros_like(v), torch.zeros_like(v)
         for u, c in parts:
             x = u - v * (c / unit)
             excess = excess + _weigh(x.clamp(0.0, 1.0), c)
             slope = slope + _weigh((x > 0) & (x <= 1), c * c / unit)  # to the right: a whole unit gives way too
+        if ranks is not None:
+            excess, slope = ranks.sum(torch.stack((excess, slope))).unbind()
+        excess = excess - k
         off = excess.abs()
         best, least = torch.where(off < least, v, best), torch.minimum(off, least)
         low, high = torch.where(excess > 0, v, low), torch.where(excess > 0, high, v)

@@ -133,7 +133,8 @@ def below(group: Group, z: Sequence[Tensor]) -> float | Tensor:
     value, cut = group.threshold.value, group.threshold.cut
     if not isinstance(cut, Tensor) and not cut:
         return value
-    smaller = torch.stack([torch.where(x < value, x, -math.inf).max() for x in z]).max()
+    there = [torch.where(x < value, x, -math.inf).max() for x in z if x.numel()]  # a shard may be empty
+    smaller = group.largest_over_ranks(torch.stack([z[0].new_tensor(-math.inf), *there]).max())
     if isinstance(cut, Tensor):  # the host does not know whether there are ties
         smaller = torch.where(cut > 0, smaller, torch.as_tensor(value).to(smaller.dtype))
     return smaller

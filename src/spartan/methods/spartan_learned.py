@@ -77,7 +77,7 @@ class SpartanLearned(Method):
         for i, u in enumerate(scores):
             group.learned[f"phi{i}"] = nn.Parameter(u.clone())
         if self.relative:
-            mean = sum(float(u.double().sum()) for u in scores) / sum(group.units)
+            mean = float(group.sum_over_ranks([u.double().sum() for u in scores]).sum()) / sum(group.all_units)
             group.tensors["scale"] = torch.tensor(mean or 1.0, dtype=torch.float64)
 
     def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:

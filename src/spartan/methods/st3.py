@@ -16,6 +16,7 @@ from spartan.ops import rows
 from spartan.ops.rows import RowThreshold
 from spartan.patterns import magnitude
 from spartan.schedules import Moment, Schedule, cubic, delayed
+from spartan.sharding import cuts_rows, sum_over_cuts
 from spartan.targets import Target
 
 
@@ -99,10 +100,15 @@ def level(group: Group, u: Sequence[Tensor]) -> list[float | Tensor]:
     value, cut = group.threshold.value, group.threshold.cut
     if not isinstance(cut, Tensor) and not cut:
         return [max(value, 0.0)] * len(u)
-    smaller = torch.stack([masked(x, x < value).max() for x in u]).max()
+    smaller = group.largest_over_ranks(torch.stack([_largest(masked(x, x < value)) for x in u]).max())
     if isinstance(cut, Tensor):  # the host does not know whether there are ties
         smaller = torch.where(cut > 0, smaller, torch.as_tensor(value).to(smaller.dtype).clamp(min=0.0))
     return [smaller] * len(u)
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest of what may be an empty shard of numbers that are at least 0."""
+    return x.max() if x.numel() else x.new_zeros(())
 
 
 def shrink(u: Tensor, tau: float | Tensor) -> Tensor:
@@ -119,11 +125,18 @@ def channel_scales(group: Group, thetas: Sequence[Tensor], keep: Sequence[Tensor
         scale = torch.empty_like(dense)
         views = (_per_target(slab, x) for x in (dense, masked(dense, kept), scale))
         for before, after, s in zip(*views, strict=True):
-            axes = tuple(range(1, before.ndim))
-            r = (after.mean(axes, keepdim=True) + 1e-6) / (before.mean(axes, keepdim=True) + 1e-6)
+            r = (_mean(slab[0], after) + 1e-6) / (_mean(slab[0], before) + 1e-6)
             s.copy_(1.01 / (r + 0.01))
         found.append(group.pattern.reduce(scale) / group.sizes[i])
     return found
+
+
+def _mean(target: Target, x: Tensor) -> Tensor:
+    """The mean over each output channel, whole even where shards cut channels."""
+    axes = tuple(range(1, x.ndim))
+    if not cuts_rows(target.parameter):
+        return x.mean(axes, keepdim=True)
+    return sum_over_cuts(target.parameter, x.sum(axes, keepdim=True)) / math.prod(target.shape[1:])
 
 
 def _per_target(targets: Sequence[Target], x: Tensor) -> list[Tensor]:

@@ -120,7 +120,7 @@ def solve(u: Tensor, n: int, beta: float) -> tuple[Tensor, Tensor]:
     if u.device.type == "cpu" and u.numel() > CHUNK:
         found = [solve(piece, n, beta) for piece in u.split(max(1, CHUNK // m))]
         return torch.cat([center for center, _ in found]), torch.cat([offset for _, offset in found])
-    if n == m or beta == 0.0:
+    if n == m or beta == 0.0 or not rows:  # a shard may be empty
         goal = math.inf if n == m else math.log(n) - math.log(m - n)
         return u.new_zeros(rows), u.new_full((rows,), goal)
     x = u.t().contiguous()

@@ -14,7 +14,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from spartan.ops.parts import Part, Parts, check_budget, chunks, extrema, numel, total_cost
+from spartan.ops.collective import Ranks
+from spartan.ops.parts import Part, Parts, Spread, check_budget, chunks, extrema, numel, total_cost
 from spartan.ops.select import Boundary, as_part, boundary, hard_topk, select
 
 # Up to here a pass costs nothing, and float64 gives residuals that float32 cannot (z = −18 is spaced 2e-6 apart).
@@ -72,6 +73,8 @@ def moments(parts: Parts, beta: float, center: float, offset: float) -> tuple[fl
             sums = weighted.sum(dtype=torch.float64), torch.dot(weighted, m.to(weighted.dtype)).double()
             one, two = torch.stack(sums).tolist()  # one look at the device
             f, s = f + price * one, s + price * two
+    if isinstance(parts, Spread):
+        f, s = parts.ranks.sum(torch.tensor([f, s], dtype=torch.float64, device=parts[0].u.device)).tolist()
     return f, f - s
 
 
@@ -170,15 +173,25 @@ def sinkhorn(
         mu = -beta * float(u[kept].min() if kept.any() else u.max())
     else:
         mu = 0.0 if init is None or isinstance(init, str) else float(init)
-    worth = float(v.sum(dtype=torch.float64))  # vᵀm₀ with m₀ = 1
+    everywhere = parts.ranks if isinstance(parts, Spread) else Ranks([], [])
+    worth = float(everywhere.sum(v.sum(dtype=torch.float64)))  # vᵀm₀ with m₀ = 1
     for passes in range(1, max_iters + 1):
         nu = log_c + torch.nn.functional.logsigmoid(-(z + mu))  # log c − log(1 + exp(z + μ))
-        before, mu = mu, math.log(k) - float(torch.logsumexp(z + nu, 0))
+        before, mu = mu, math.log(k) - _log_sum_exp(z + nu, everywhere)
         m = torch.exp(z + mu + nu - log_c)
-        last, worth = worth, float((v * m).sum(dtype=torch.float64))
+        last, worth = worth, float(everywhere.sum((v * m).sum(dtype=torch.float64)))
         if passes == max_iters or abs(worth - last) < tol * abs(last):
             break
     return Dual(beta, 0.0, before, scale=math.exp(mu - before), passes=passes)
+
+
+def _log_sum_exp(x: Tensor, ranks: Ranks) -> float:
+    """log Σ exp x over all processes."""
+    if not ranks.groups:
+        return float(torch.logsumexp(x, 0))
+    here = torch.logsumexp(x, 0).double()  # −∞ of nothing
+    top = ranks.largest(here.clone())
+    return float(top + torch.log(ranks.sum(torch.exp(here - top))))
 
 
 def residual_at(dual: Dual, parts: Parts, k: float) -> float:
@@ -191,11 +204,13 @@ class SoftMask(torch.autograd.Function):
     """m = sigmoid(βu + μ) for a solved μ, over many tensors at once; its gradient is that of the solution."""
 
     @staticmethod
-    def forward(ctx: Any, dual: Dual, costs: list[float | Tensor], *u: Tensor) -> tuple[Tensor, ...]:
-        """The mask of each tensor of u = v/c (float32 or float64)."""
+    def forward(
+        ctx: Any, dual: Dual, costs: list[float | Tensor], ranks: Ranks | None, *u: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The mask of each tensor of u = v/c (float32 or float64); `ranks` where they are shards."""
         masks = tuple(dual.mask(x) for x in u)
         ctx.save_for_backward(*masks)
-        ctx.beta, ctx.costs = dual.beta, costs
+        ctx.beta, ctx.costs, ctx.ranks = dual.beta, costs, ranks
         return masks
 
     @staticmethod
@@ -206,23 +221,29 @@ class SoftMask(torch.autograd.Function):
         a₂ is Σ c m(1−m); the paper writes k − Σ c m², which is the same where Σ c m = k.
         """
         slopes = [m - m * m for m in ctx.saved_tensors]
-        ratio = pull_ratio(grads, slopes, ctx.costs)
+        ratio = pull_ratio(grads, slopes, ctx.costs, ctx.ranks)
         return (
+            None,
             None,
             None,
             *(ctx.beta * s * (g - (c * ratio).to(g.dtype)) for g, s, c in zip(grads, slopes, ctx.costs, strict=True)),
         )
 
 
-def pull_ratio(grads: Sequence[Tensor], slopes: Sequence[Tensor], costs: Sequence[float | Tensor]) -> Tensor:
+def pull_ratio(
+    grads: Sequence[Tensor], slopes: Sequence[Tensor], costs: Sequence[float | Tensor], ranks: Ranks | None = None
+) -> Tensor:
     """a₁/a₂ = Σ g m(1−m) / Σ c m(1−m): how far the budget pulls every unit back; 0 where the mask is flat.
 
     A tensor with a NaN or infinite gradient is left out of a₁: its own gradient says so, and the others', which a loss
     scaler may have found good already, stay finite.
     """
     a1 = torch.stack([(g * s).sum(dtype=torch.float64) for g, s in zip(grads, slopes, strict=True)])
-    a1 = torch.where(torch.isfinite(a1), a1, 0.0).sum()
-    a2 = torch.stack([(c * s).sum(dtype=torch.float64) for c, s in zip(costs, slopes, strict=True)]).sum()
+    a2 = torch.stack([(c * s).sum(dtype=torch.float64) for c, s in zip(costs, slopes, strict=True)])
+    if ranks is not None:
+        mine = torch.tensor(ranks.counts, device=a1.device)
+        a1, a2 = ranks.sum(torch.where(mine, torch.stack((a1, a2)), 0.0)).unbind()
+    a1, a2 = torch.where(torch.isfinite(a1), a1, 0.0).sum(), a2.sum()
     return torch.where(a2 != 0, a1 / a2, 0.0)
 
 
@@ -319,7 +340,7 @@ def soft_topk(
     part = as_part(v.detach(), costs)
     dual = _solve_as_asked(part, k, beta, solver, init, tol, max_iters)
     u = v.reshape(-1) / part.c if isinstance(part.c, Tensor) else v.reshape(-1)
-    (mask,) = SoftMask.apply(dual, [part.c], u.to(v.dtype))
+    (mask,) = SoftMask.apply(dual, [part.c], None, u.to(v.dtype))
     mask = mask.reshape(values.shape).to(dtype)
     if not return_info:
         return mask
