@@ -46,7 +46,8 @@ def test_resume_is_bit_identical(method: str) -> None:
     again, optimizer_again, sparsifier_again = build(method)
     file.seek(0)
     states = torch.load(file, weights_only=True)
-    for part, state in zip((again, optimizer_again, sparsifier_again), states, strict=True):
+    parts: list[Any] = [again, optimizer_again, sparsifier_again]
+    for part, state in zip(parts, states, strict=True):
         part.load_state_dict(state)
     train(again, optimizer_again, range(SAVED_AT, STEPS))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
