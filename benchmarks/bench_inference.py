@@ -103,6 +103,30 @@ def learned(file: str) -> tuple[nn.Module, tuple[int, ...]]:
     return load(file, kernels="dense").float().eval(), tuple(reference.get("shape", (3, 224, 224)))
 
 
+def learned_name(file: str) -> str:
+    """The run's folder, or a packed file's own name."""
+    path = Path(file).absolute()
+    return f"{path.parent.name if path.stem == 'model' else path.stem} (learned)"
+
+
+def compare(model: nn.Module, images: str, count: int = 1000) -> None:
+    """Ours and the dense model on real images, enlarged: the same classes, and how far apart the logits are."""
+    import numpy
+    from train_masks import enlarged
+
+    pixels = torch.from_numpy(numpy.load(images)["x_test"][:count])
+    ours, dense = convert.accelerate(model, example_inputs=enlarged(pixels[:8], torch.device("cpu"))), model
+    same, gap, scale = 0, 0.0, 0.0
+    for first in range(0, count, 8):
+        x = enlarged(pixels[first : first + 8], torch.device("cpu"))
+        a, b = ours(x), dense(x)
+        same += int((a.argmax(1) == b.argmax(1)).sum())
+        gap, scale = max(gap, float((a - b).abs().max())), max(scale, float(b.abs().max()))
+    print(
+        f"  {count} images: top-1 equal on {same}, logits within {gap:.1e} of the dense model's (largest {scale:.2g})"
+    )
+
+
 def cpu_contenders(model: nn.Module, x: Tensor, folder: Path) -> dict[str, Run]:
     """The dense forms by name, then ours."""
     import onnxruntime
@@ -227,6 +251,7 @@ def main() -> None:
         "--wide", type=int, default=0, help="on a GPU: time so many more launches of each layer's kernels"
     )
     parser.add_argument("--load", metavar="FILE", help="a packed file with learned weights, instead of the cases")
+    parser.add_argument("--images", metavar="NPZ", help="compare outputs on 1,000 test images of CIFAR-10, on a CPU")
     parser.add_argument("--parts", action="store_true", help="print what our time is spent on")
     parser.add_argument("--append", action="store_true", help=f"append the figures to {RESULTS.name}")
     args = parser.parse_args()
@@ -240,7 +265,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         os.environ["SPARTAN_CACHE"] = folder  # choices measured in this run, not in a busier one
-        for name in [Path(args.load).absolute().parent.name] if args.load else args.cases:
+        for name in [learned_name(args.load)] if args.load else args.cases:
             for batch in args.batches:
                 model, shape = learned(args.load) if args.load else (build(CASES[name]), (3, 224, 224))
                 x = torch.randn(batch, *shape)
@@ -265,6 +290,8 @@ def main() -> None:
                     rows.append([*row, f"{min(t):.6f}", f"{statistics.median(t):.6f}", f"{ratio:.2f}"])
                 if args.parts:
                     print_parts(model, x, args.rounds)
+                if args.images:
+                    compare(model, args.images)
                 torch.compiler.reset()
     if args.append:
         append(rows)

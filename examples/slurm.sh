@@ -3,6 +3,7 @@
 #
 #   sbatch examples/slurm.sh resnet50-imagenet runs/r50 --set data.path=/data/imagenet
 #
+# Where weights fit a GPU, but not with gradients, θ and the optimizer's state: --set parallel=fsdp2 --set checkpoint_async=true.
 # DIR must be on a file system that all machines share. Before its time is up, or when it is preempted, the job gets SIGTERM:
 # the run saves, the job goes back to the queue, and the next one continues.
 #SBATCH --job-name=spartan

@@ -4,6 +4,7 @@
 #   examples/torchrun.sh resnet50-imagenet runs/r50 --set data.path=/data/imagenet
 #
 # Set PROCESSES to use another number; batch_size in the recipe is the images of all of them together.
+# Where weights fit a GPU, but not with gradients, θ and the optimizer's state: --set parallel=fsdp2 --set checkpoint_async=true.
 set -euo pipefail
 
 if (( $# < 2 )); then

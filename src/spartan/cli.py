@@ -128,6 +128,7 @@ def train(
     spartan train digits --set 'method_args={beta: [1, 20]}'
     spartan train resnet50-imagenet --show > mine.yaml   every key, to edit; then: spartan train mine.yaml
     spartan train --resume runs/imp                      after Ctrl-C, a kill or a power cut
+    spartan train --resume runs/imp --set device=cpu     … elsewhere: keys that change nothing of the result
     torchrun --nproc-per-node=8 -m spartan train resnet50-imagenet --out runs/r50   the same run on eight GPUs
 
     The folder gets the resolved recipe, versions, metrics.jsonl, TensorBoard events, checkpoints, model.safetensors,
@@ -135,12 +136,13 @@ def train(
     """
     from spartan.training.config import RecipeError, load_recipe, to_yaml
     from spartan.training.processes import joined, restarted
-    from spartan.training.runs import to_continue
+    from spartan.training.runs import check_settings_on_the_way, to_continue
 
     if resume is not None:
-        given = [n for n, v in {"RECIPE": recipe, "--set": sets, "--out": out, "--show": show}.items() if v]
+        given = [n for n, v in {"RECIPE": recipe, "--out": out, "--show": show}.items() if v]
         if given:
             raise RecipeError(f"--resume continues a run as it was started; it cannot be combined with {given[0]}")
+        check_settings_on_the_way(sets or [])
     name = recipe or "digits"
     asked = load_recipe(name, sets or ()) if resume is None else None
     if show and asked is not None:
@@ -160,7 +162,7 @@ def train(
         # The first process's word counts for all: on another machine the folder may not have been there, or is by now.
         config, folder, unfinished = us.decide(plan)
         if unfinished or config is None:
-            _resume(folder, quiet, us)
+            _resume(folder, sets or [] if resume is not None else [], quiet, us)
             return
         if us.first and not quiet:
             on = "" if us.alone else f" on {us.world} processes"
@@ -171,7 +173,7 @@ def train(
             _finish(folder, summary)
 
 
-def _resume(folder: Path, quiet: bool, us: Processes) -> None:
+def _resume(folder: Path, sets: list[str], quiet: bool, us: Processes) -> None:
     from spartan.training import loop
     from spartan.training.runs import read_run, result
 
@@ -182,7 +184,7 @@ def _resume(folder: Path, quiet: bool, us: Processes) -> None:
         return
     if us.first and not quiet:
         typer.echo(f"continuing {folder}" + ("" if us.alone else f" on {us.world} processes"))
-    summary = loop.resume(folder, quiet=quiet)
+    summary = loop.resume(folder, sets, quiet=quiet)
     if us.first:
         _finish(folder, summary)
 

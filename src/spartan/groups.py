@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from spartan.budgets import Budget, check_sparsity, divide
 from spartan.costs import Cost, Params, as_cost
-from spartan.ops import rows, spread
+from spartan.kernels.engine import Rounded
+from spartan.ops import rows
 from spartan.ops.collective import Ranks
 from spartan.ops.parts import Part, Parts, Spread
 from spartan.ops.rows import RowDual, RowSoftMask, RowThreshold
 from spartan.ops.select import Boundary, Threshold, boundary
 from spartan.ops.soft_topk import Dual, Init, SoftMask, pull_ratio, sinkhorn, solve
 from spartan.patterns import NM, Pattern, Unstructured, check_pattern, magnitude
-from spartan.sharding import Place, check_shards, is_dtensor, place, ranks_of
+from spartan.sharding import Place, Search, check_shards, is_dtensor, place, ranks_of
 from spartan.targets import Target, find_targets, unwrap
 
 if TYPE_CHECKING:  # Triton is imported where it runs
@@ -32,9 +33,10 @@ if TYPE_CHECKING:  # Triton is imported where it runs
 class Group:
     """Targets that compete with one another.
 
-    Methods see one tensor per target, or, where the group is `fused`, all of them laid end to end as one. `k` is what
-    they may cost now. What a method knows about the group lives here too: its threshold and dual, tensors
-    of its own (masks, scores) and learned parameters, so that a method object itself holds settings only.
+    Methods see one tensor per target, or, where the group is `fused`, all of them laid end to end as one, in the order
+    of memory (a single one keeps its dimensions, in that order). `k` is what they may cost now. What a method knows
+    about the group lives here too: its threshold and dual, tensors of its own (masks, scores) and learned parameters, so
+    that a method object itself holds settings only.
     """
 
     targets: list[Target]
@@ -43,7 +45,7 @@ class Group:
     power: float  # p in v = Σ cᵖ|θ|
     sparsity: float  # fraction of the cost that is gone at the end
     index: int = 0  # its place among the groups
-    several: bool = False  # there are others: each should send little
+    search: Search = field(default_factory=Search)  # for the threshold, where weights lie in shards
     fused: bool = False  # one tensor over all targets; every weight must be a unit, of the same cost
     k: float = math.nan
     threshold: Threshold | None = None
@@ -60,7 +62,7 @@ class Group:
         whole, prices = [t.shape for t in self.targets], self.prices
         self.shapes = [tuple(t.local.shape) for t in self.targets]
         if self.fused:
-            whole, prices = [(sum(t.numel for t in self.targets),)], self.prices[:1]
+            whole, prices = [shape_as_one(self.targets)], self.prices[:1]
             self.shapes = list(whole)
         self._scores_topk: TopK | None = None
         self.sizes = [self.pattern.unit_size(s) for s in whole]  # entries per unit
@@ -191,7 +193,7 @@ class Group:
             return Boundary(self._topk().select(scores, k), 0.0, math.inf, math.inf)
         parts = self.parts(scores)
         if isinstance(parts, Spread):
-            return spread.boundary(parts, k, spread.NARROW if self.several else spread.DIGIT)
+            return self.search.boundary(parts, k)
         return boundary(parts, k)
 
     def _by_kernels(self, scores: Sequence[Tensor]) -> bool:
@@ -277,20 +279,6 @@ class Group:
         return [self.pattern.expand(x, s) for x, s in zip(units, self.shapes, strict=True)]
 
 
-class Rounded(torch.autograd.Function):
-    """The same numbers as another computation rounds them, with the gradient of this one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, like: Tensor) -> Tensor:
-        """`like`."""
-        return like.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """That of x."""
-        return grads[0], None
-
-
 @dataclass(frozen=True)
 class Plan:
     """The groups of a model, and what their budget is counted against."""
@@ -349,7 +337,7 @@ def make_plan(
     for index, (members, s) in enumerate(shares):
         mine, c = [targets[i] for i in members], [prices[i] for i in members]
         groups.append(
-            Group(mine, pattern, c, cost.value_power, s, index, len(shares) > 1, _should_fuse(mine, c, pattern))
+            Group(mine, pattern, c, cost.value_power, s, index, Search(len(shares)), _should_fuse(mine, c, pattern))
         )
     return Plan(groups, counted, untouched, math.fsum(costs) + untouched)
 
@@ -383,10 +371,29 @@ def _should_fuse(targets: Sequence[Target], prices: Sequence[float], pattern: Pa
     """Whether a group is better handled as one tensor.
 
     On an accelerator, where a launch per target and operation takes longer than the work; on a CPU, tensors that fit
-    the cache one by one are faster.
+    the cache one by one are faster. A single tensor is one already; in the order of its memory kernels can read it.
     """
     kinds = {(t.parameter.dtype, t.parameter.device) for t in targets}
     alike = isinstance(pattern, Unstructured) and len(set(prices)) == 1 and len(kinds) == 1
     if any(is_dtensor(t.parameter) for t in targets):
         return False
-    return alike and len(targets) > 1 and targets[0].parameter.device.type != "cpu"
+    if not alike or targets[0].parameter.device.type == "cpu":
+        return False
+    if len(targets) > 1:
+        return True
+    order = memory_order(targets[0])
+    return order is not None and order[0] == 0 and not targets[0].parameter.is_contiguous()
+
+
+def memory_order(target: Target) -> list[int] | None:
+    """The target's dimensions from the outermost in memory to the innermost; None where there are gaps."""
+    strides = target.dense_stride
+    return None if strides is None else sorted(range(len(strides)), key=lambda d: -strides[d])
+
+
+def shape_as_one(targets: Sequence[Target]) -> tuple[int, ...]:
+    """The shape of one tensor over all targets: flat; of a single one, its dimensions in the order of memory."""
+    order = memory_order(targets[0])
+    if len(targets) > 1 or order is None:
+        return (sum(t.numel for t in targets),)
+    return tuple(targets[0].shape[d] for d in order)

@@ -14,36 +14,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spartan.groups import Group
 from spartan.targets import Target
 
 
-def lay_out(targets: Sequence[Target], flat: Tensor) -> list[Tensor]:
-    """A tensor over all targets as one view per target; a single target's tensor is its own view.
+def lay_out(targets: Sequence[Target], tensor: Tensor) -> list[Tensor]:
+    """A flat tensor over all targets as one view per target; what has a single target's shape is its own view.
 
-    Several targets stand there in the order of their memory, so that moving θ in and out is one plain copy.
+    Flat, targets stand in the order of their memory, so that moving θ in and out is one plain copy.
     """
-    if len(targets) == 1:
-        return [flat.reshape(targets[0].local.shape)]
-    found, start = [], flat.storage_offset()
+    if tensor.ndim > 1:
+        return [tensor]
+    found, start = [], tensor.storage_offset()
     for target in targets:
-        stride = target.dense_stride or _row_major(target.shape)
-        found.append(flat.as_strided(target.shape, stride, start))
-        start += target.numel
+        here = target.local
+        found.append(tensor.as_strided(here.shape, target.dense_stride or _row_major(here.shape), start))
+        start += here.numel()
     return found
 
 
 def gather(targets: Sequence[Target], tensors: Sequence[Tensor]) -> Tensor:
-    """One tensor per target as one tensor over all of them; a single one stays as it is."""
-    if len(targets) == 1:
-        return tensors[0]
-    flat = []
-    for target, tensor in zip(targets, tensors, strict=True):
-        if target.dense_stride is None:
-            flat.append(tensor.reshape(-1))
-        else:
-            like = tensor if tensor.stride() == target.dense_stride else like_parameter(target, tensor)
-            flat.append(like.as_strided((target.numel,), (1,)))
-    return torch.cat(flat)
+    """One tensor per target as a flat one over all of them."""
+    flat = [in_memory_order(target, tensor) for target, tensor in zip(targets, tensors, strict=True)]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def in_memory_order(target: Target, tensor: Tensor) -> Tensor:
+    """A tensor of the target's shape, flat, in the order of the target's memory: a view where it lies so itself."""
+    if target.dense_stride is None:
+        return tensor.reshape(-1)
+    here = tensor if lies_as(target, tensor) else like_parameter(target, tensor)
+    return here.as_strided((here.numel(),), (1,), here.storage_offset())
+
+
+def lies_as(target: Target, tensor: Tensor) -> bool:
+    """Whether a tensor of the target's shape lies in memory as the target does, without gaps."""
+    stride = target.dense_stride
+    sides = zip(tensor.shape, tensor.stride(), stride or (), strict=stride is not None)
+    return stride is not None and all(n < 2 or mine == its for n, mine, its in sides)
 
 
 def like_parameter(target: Target, tensor: Tensor) -> Tensor:
@@ -103,50 +111,51 @@ class DenseMaster:
 
 
 class FrozenMaster:
-    """θ and the mask once the kept set is fixed: entries of the kept units only, in row-major order."""
+    """θ and the mask once the kept set is fixed: entries of the kept units only, in the order of the targets' memory."""
 
     def __init__(self, targets: Sequence[Target], index: Tensor, mask: Tensor, theta: Tensor) -> None:
         self.targets, self.index, self.mask, self.theta = list(targets), index, mask, theta
 
     @classmethod
     def of(cls, targets: Sequence[Target], theta: Tensor, keep: Tensor, mask: Tensor) -> FrozenMaster:
-        """From dense θ, the kept entries and the mask, each over all the targets."""
-        index = keep.reshape(-1).nonzero().flatten()
+        """From dense θ, the kept entries and the mask: flat over all the targets, or in the shape of the only one."""
+        theta, keep, mask = (x if x.ndim == 1 else in_memory_order(targets[0], x) for x in (theta, keep, mask))
+        index = keep.nonzero().flatten()
         if keep.numel() < 1 << 31:
             index = index.int()  # half the memory
-        mask, theta = mask.reshape(-1)[index].to(theta.dtype), theta.reshape(-1)[index].clone()
-        return cls(targets, index, mask, theta)
+        return cls(targets, index, mask[index].to(theta.dtype), theta[index].clone())
 
-    def _spread(self, values: Tensor) -> Tensor:
-        """The kept entries at their places, zero elsewhere, flat."""
+    def _spread(self, values: Tensor) -> list[Tensor]:
+        """The kept entries at their places, zero elsewhere, as one tensor per target."""
         flat = values.new_zeros(sum(t.local.numel() for t in self.targets))
         flat[self.index] = values
-        return flat
+        return lay_out(self.targets, flat)
 
-    def _whole(self) -> Tensor | None:
-        """The parameter as a flat view in the order of the index, where there is just one and it lies so."""
-        parameter = self.targets[0].local
-        return parameter.view(-1) if len(self.targets) == 1 and parameter.is_contiguous() else None
+    def _in_order(self, tensor: Tensor | None) -> Tensor | None:
+        """A tensor of the only target as a flat view in the order of the index, where it lies so."""
+        if len(self.targets) > 1 or tensor is None or not lies_as(self.targets[0], tensor):
+            return None
+        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
     def put(self, which: Sequence[int]) -> None:
         """Write θ into the parameters of these targets, which hold w; weights that are gone are zero."""
-        flat = self._whole()
+        flat = self._in_order(self.targets[0].local)
         if flat is not None and which:
             flat[self.index] = self.theta
             return
-        views = lay_out(self.targets, self._spread(self.theta))
+        views = self._spread(self.theta)
         copy_all([self.targets[j].local for j in which], [views[j] for j in which])
 
     def take(self, which: Sequence[int]) -> None:
         """Read θ from the parameters of these targets, at the kept places."""
-        flat = self._whole()
+        flat = self._in_order(self.targets[0].local)
         if flat is not None and which:
             torch.index_select(flat, 0, self.index, out=self.theta)
             return
-        views = lay_out(self.targets, self._spread(self.theta))
+        views = self._spread(self.theta)
         for j in which:
             views[j] = self.targets[j].local
-        self.theta.copy_(gather(self.targets, views).reshape(-1)[self.index])
+        self.theta.copy_(gather(self.targets, views)[self.index])
 
     def snapshot(self) -> Tensor:
         """θ as it is now, to go back to."""
@@ -158,11 +167,11 @@ class FrozenMaster:
 
     def weights(self) -> list[Tensor]:
         """w = θ · mask of each target."""
-        return lay_out(self.targets, self._spread(self.theta * self.mask))
+        return self._spread(self.theta * self.mask)
 
     def write(self) -> None:
         """Put w into the parameters."""
-        flat = self._whole()
+        flat = self._in_order(self.targets[0].local)
         if flat is None:
             copy_all([t.local for t in self.targets], self.weights())
         else:
@@ -173,20 +182,19 @@ class FrozenMaster:
         """∂L/∂θ = g · mask: nothing for weights that are gone. In place where a gradient lies in the index's order."""
         if all(g is None for g in grads):
             return list(grads)
-        only = grads[0]
-        if len(grads) == 1 and only is not None and only.is_contiguous():
-            flat = only.view(-1)
+        flat = self._in_order(grads[0])
+        if flat is not None:
             kept = flat[self.index] * self.mask
             flat.zero_()
             flat[self.index] = kept
-            return [only]
+            return list(grads)
         dense = [torch.zeros_like(t.local) if g is None else g for g, t in zip(grads, self.targets, strict=True)]
-        found = self._spread(gather(self.targets, dense).reshape(-1)[self.index] * self.mask)
-        return [None if g is None else x for g, x in zip(grads, lay_out(self.targets, found), strict=True)]
+        found = self._spread(gather(self.targets, dense)[self.index] * self.mask)
+        return [None if g is None else x for g, x in zip(grads, found, strict=True)]
 
     def keep(self) -> list[Tensor]:
         """Bool per entry of each target."""
-        return lay_out(self.targets, self._spread(torch.ones_like(self.mask)).bool())
+        return self._spread(torch.ones_like(self.mask, dtype=torch.bool))
 
     def kept(self) -> list[int]:
         """Entries kept of each target."""
@@ -196,26 +204,27 @@ class FrozenMaster:
 
     def dense(self) -> dict[str, Tensor]:
         """θ, the mask and what is kept as whole tensors of the only target: what shards save."""
-        shape = self.targets[0].local.shape
-        found = {"theta": self._spread(self.theta), "mask": self._spread(self.mask)}
-        found["keep"] = self._spread(torch.ones_like(self.mask)).bool()
-        return {key: x.reshape(shape) for key, x in found.items()}
+        (theta,), (mask,), (keep,) = self._spread(self.theta), self._spread(self.mask), self.keep()
+        return {"theta": theta, "mask": mask, "keep": keep}
 
     def state(self) -> list[dict[str, Any]]:
         """What a checkpoint needs of each target: its kept entries in row-major order, whatever the memory's."""
-        if len(self.targets) == 1:
+        if self._listed_as_saved(self.targets):
             return [{"theta": self.theta, "mask": self.mask, "index": self.index}]
-        thetas, masks = (lay_out(self.targets, self._spread(x)) for x in (self.theta, self.mask))
         found = []
-        for theta, mask, keep in zip(thetas, masks, self.keep(), strict=True):
+        for theta, mask, keep in zip(self._spread(self.theta), self._spread(self.mask), self.keep(), strict=True):
             index = keep.reshape(-1).nonzero().flatten()
             found.append({"theta": theta.reshape(-1)[index], "mask": mask.reshape(-1)[index], "index": index.int()})
         return found
 
+    @staticmethod
+    def _listed_as_saved(targets: Sequence[Target]) -> bool:
+        return len(targets) == 1 and (targets[0].local.is_contiguous() or targets[0].dense_stride is None)
+
     @classmethod
     def from_state(cls, targets: Sequence[Target], states: Sequence[dict[str, Tensor]]) -> FrozenMaster:
         """From what `state` gave, on the targets' device."""
-        if len(targets) == 1:
+        if cls._listed_as_saved(targets):
             return cls(targets, states[0]["index"].clone(), states[0]["mask"].clone(), states[0]["theta"].clone())
         dense: dict[str, list[Tensor]] = {"theta": [], "keep": [], "mask": []}
         for target, state in zip(targets, states, strict=True):
@@ -228,3 +237,16 @@ class FrozenMaster:
 
 
 Master = DenseMaster | FrozenMaster
+
+
+def as_one(group: Group, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """One tensor per target as methods see them: as they are, or as one, in which a missing one counts as zero."""
+    if not group.fused:
+        return tensors
+    dense = [torch.zeros_like(t.local) if x is None else x for x, t in zip(tensors, group.targets, strict=True)]
+    return [gather(group.targets, dense).view(group.shapes[0])]
+
+
+def flat(group: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What methods see, flat where that is in the order of memory; else as it is."""
+    return [t.reshape(-1) for t in tensors] if group.fused else list(tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -39,6 +40,7 @@ def prune(
         model, sparsity, pattern=pattern, cost=cost, budget=budget, include=include, exclude=exclude, count=count
     )
     for group in plan.groups:
+        group = replace(group, fused=False)  # nothing is laid end to end for a single pass
         scores = group.scores([t.local for t in group.targets])
         threshold = group.select(scores, group.total * (1.0 - group.sparsity))
         for target, keep in zip(group.targets, group.expand(group.keep(scores, threshold)), strict=True):

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from spartan.checks import Checks
-from spartan.fast import engine_for, frozen_engine_for
+from spartan.fast import Teams, engine_for, frozen_engine_for, paths
 from spartan.groups import Group, Plan
-from spartan.masters import DenseMaster, FrozenMaster, Master, copy_all, gather, lay_out, like_parameter
+from spartan.masters import (
+    DenseMaster,
+    FrozenMaster,
+    Master,
+    as_one,
+    copy_all,
+    flat,
+    in_memory_order,
+    lay_out,
+    like_parameter,
+)
 from spartan.methods.base import Method
-from spartan.ops.collective import first_says
+from spartan.ops.collective import first_says, side_by_side
 from spartan.ops.soft_topk import Dual
 from spartan.schedules import Moment
 from spartan.sharding import fsdp_modules, like, ranks_of, replicas, version
@@ -55,7 +66,8 @@ class Run(Checks):
             first, flags = sum(len(g.targets) for g in self.plan.groups[: group.index]), self.watch.flags
             group.engine = group.frozen_engine = None
             if isinstance(mine[0], DenseMaster):
-                views, out = [view for m in mine for view in views_of(m)], self.watch.residuals[group.index]
+                views = [view for m in mine if isinstance(m, DenseMaster) for view in m.views]
+                out = self.watch.residuals[group.index]
                 group.engine, group.path = engine_for(group, views, flags, first, out, self.kernels)
                 if group.engine is not None and type(self.method).write_fast is Method.write_fast:
                     group.path += " for thresholds, plain torch for the method's own masks"
@@ -63,24 +75,21 @@ class Run(Checks):
                 lists = [(m.theta, m.mask, m.index) for m in mine if isinstance(m, FrozenMaster)]
                 group.frozen_engine, group.path = frozen_engine_for(group, lists, flags, first, self.kernels)
             start += len(group.shapes)
+        self.teams = Teams(self.plan.groups, self.watch.residuals)
 
     def path(self) -> str:
         """What does the work: kernels, or plain torch and why."""
-        found: dict[str, int] = {}
-        for group in self.plan.groups:
-            found[group.path] = found.get(group.path, 0) + 1
-        if self.method.identity:
-            return "nothing to do"
-        if len(found) == 1:
-            return next(iter(found))
-        return "; ".join(f"{path}: {n} of {len(self.plan.groups)} groups" for path, n in found.items())
+        return "nothing to do" if self.method.identity else paths(self.plan.groups)
 
     def groups(self) -> Iterator[tuple[Group, list[Tensor]]]:
         """Each group with its θ, as methods see it."""
         start = 0
         for group in self.plan.groups:
             end = start + len(group.shapes)
-            yield group, [m.theta for m in self.masters[start:end]]
+            thetas = [m.theta for m in self.masters[start:end]]
+            if thetas[0].ndim > 1 and group.fused:
+                thetas = [in_memory_order(group.targets[0], thetas[0]).view(group.shapes[0])]
+            yield group, thetas
             start = end
 
     @property
@@ -91,16 +100,18 @@ class Run(Checks):
     def put(self, which: Iterable[int]) -> None:
         """Write θ into the parameters of these targets."""
         engines, rest = self._by_engine(which)
-        for engine in engines:
-            engine.put()
+        with self.teams.at_once():
+            for engine in engines:
+                engine.put()
         for m, places in self._by_master(rest):
             self.masters[m].put(places)
 
     def take(self, which: Iterable[int]) -> None:
         """Read θ from the parameters of these targets."""
         engines, rest = self._by_engine(which)
-        for engine in engines:
-            engine.take()
+        with self.teams.at_once():
+            for engine in engines:
+                engine.take()
         for m, places in self._by_master(rest):
             self.masters[m].take(places)
 
@@ -144,8 +155,9 @@ class Run(Checks):
             self._add_up()
             return
         self.set_budgets()
-        for group, thetas in self.groups():
-            self.method.choose(group, thetas, self.at)
+        with self.teams.expecting({g.index: (g.k, self.method.beta_at(g, self.at)) for g in self.plan.groups}):
+            jobs = [partial(self.method.choose, group, thetas, self.at) for group, thetas in self.groups()]
+            side_by_side(jobs, self.ranks)
         if self.at.phase == "finetune" and not self.method.identity:
             self.masters = self._freeze()
             self.attach_kernels()
@@ -189,7 +201,8 @@ class Run(Checks):
         for group, thetas in self.groups():
             keep = group.expand(self.method.keep(group, thetas))
             mask = group.expand(self.method.freeze(group, thetas, self.at))
-            frozen += [FrozenMaster.of(*each) for each in zip(group.slabs(), thetas, keep, mask, strict=True)]
+            each = (flat(group, x) for x in (thetas, keep, mask))
+            frozen += [FrozenMaster.of(*of) for of in zip(group.slabs(), *each, strict=True)]
         return frozen
 
     def advance(self) -> None:
@@ -207,7 +220,7 @@ class Run(Checks):
 
     def _weights(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
         found: list[Tensor] = []
-        for slab, w in zip(group.slabs(), self.method.weights(group, thetas, self.at), strict=True):
+        for slab, w in zip(group.slabs(), flat(group, self.method.weights(group, thetas, self.at)), strict=True):
             found += lay_out(slab, w)
         return found
 
@@ -220,12 +233,13 @@ class Run(Checks):
     def write(self) -> None:
         """Put w into the model."""
         self.reshard()
-        if self.frozen:
-            self._write_frozen()
-        elif not self.method.identity:
-            for group, thetas in self.groups():
-                if group.engine is None or not self.method.write_fast(group, thetas, group.engine):
-                    copy_all([t.local for t in group.targets], self._weights(group, thetas))
+        with self.teams.at_once():
+            if self.frozen:
+                self._write_frozen()
+            elif not self.method.identity:
+                for group, thetas in self.groups():
+                    if group.engine is None or not self.method.write_fast(group, thetas, group.engine):
+                        copy_all([t.local for t in group.targets], self._weights(group, thetas))
         self._versions = [version(target.parameter) for target in self.targets]
 
     def _write_frozen(self) -> None:
@@ -239,28 +253,33 @@ class Run(Checks):
     @torch.no_grad()
     def transform(self, fresh: Sequence[bool]) -> None:
         """Turn the fresh gradients for w in `.grad` into gradients for θ, in place; missing ones count as zero."""
-        start = 0
+        with self.teams.at_once():
+            self._transform(fresh)
+
+    def _transform(self, fresh: Sequence[bool]) -> None:
+        jobs, start = [], 0
         for group, thetas in self.groups():
-            end = start + len(group.targets)
-            params = [t.parameter for t in group.targets]
-            grads = [t.local_grad if f else None for t, f in zip(group.targets, fresh[start:end], strict=True)]
-            if (group.engine or group.frozen_engine) is not None and self._transform_fast(group, thetas, grads):
-                start = end
-                continue
-            found = self._frozen_gradients(grads, start) if self.frozen else self._gradients(group, thetas, grads)
-            for parameter, old, new in zip(params, grads, found, strict=True):
-                if old is None:
-                    # A parameter that the loss did not reach still feels the others through the shared budget.
-                    if parameter.grad is None and new is not None and group.largest_over_ranks(new.any().int()):
-                        parameter.grad = like(parameter, new.clone())
-                elif new is None:
-                    old.zero_()
-            changed = [
-                (g, x) for g, x in zip(grads, found, strict=True) if g is not None and x is not None and x is not g
-            ]
-            if changed:
-                copy_all([g for g, _ in changed], [x for _, x in changed])
-            start = end
+            jobs.append(partial(self._transform_group, group, thetas, fresh, start))
+            start += len(group.targets)
+        side_by_side(jobs, None if self.frozen else self.ranks)
+
+    def _transform_group(self, group: Group, thetas: Sequence[Tensor], fresh: Sequence[bool], start: int) -> None:
+        grads = [t.local_grad if f else None for t, f in zip(group.targets, fresh[start:], strict=False)]
+        if not self.frozen:
+            self._observe(group, thetas, grads)
+        if (group.engine or group.frozen_engine) is not None and self._transform_fast(group, thetas, grads):
+            return
+        found = self._frozen_gradients(grads, start) if self.frozen else self._gradients(group, thetas, grads)
+        for parameter, old, new in zip((t.parameter for t in group.targets), grads, found, strict=True):
+            if old is None:
+                # A parameter that the loss did not reach still feels the others through the shared budget.
+                if parameter.grad is None and new is not None and group.largest_over_ranks(new.any().int()):
+                    parameter.grad = like(parameter, new.clone())
+            elif new is None:
+                old.zero_()
+        changed = [(g, x) for g, x in zip(grads, found, strict=True) if g is not None and x is not None and x is not g]
+        if changed:
+            copy_all([g for g, _ in changed], [x for _, x in changed])
 
     def _transform_fast(self, group: Group, thetas: Sequence[Tensor], grads: list[Tensor | None]) -> bool:
         """By the kernels, if the method has one for it."""
@@ -277,6 +296,11 @@ class Run(Checks):
         assert group.engine is not None
         return self.method.transform_fast(group, thetas, grads, group.engine)
 
+    def check_gradients(self, which: Iterable[int]) -> None:
+        """No NaN or infinite gradient may reach θ."""
+        with self.teams.at_once():
+            super().check_gradients(which)
+
     def _frozen_gradients(self, grads: Sequence[Tensor | None], start: int) -> list[Tensor | None]:
         found: list[Tensor | None] = []
         while len(found) < len(grads):
@@ -288,16 +312,17 @@ class Run(Checks):
         self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
         """The method's gradients, for the tensors that it sees."""
-        if not group.fused:
-            self.method.observe(group, thetas, grads, self.at)
-            return self.method.gradient(group, thetas, grads, self.at)
-        if all(g is None for g in grads):
+        if group.fused and all(g is None for g in grads):
             return grads
-        dense = [torch.zeros_like(t.local) if g is None else g for g, t in zip(grads, group.targets, strict=True)]
-        flat = [gather(group.targets, dense)]
-        self.method.observe(group, thetas, flat, self.at)
-        (found,) = self.method.gradient(group, thetas, flat, self.at)
-        return [None] * len(grads) if found is None else lay_out(group.targets, found)
+        found = self.method.gradient(group, thetas, as_one(group, grads), self.at)
+        if not group.fused:
+            return found
+        return [None] * len(grads) if found[0] is None else lay_out(group.targets, found[0].reshape(-1))
+
+    def _observe(self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Let the method look at the gradients, if it is one that does."""
+        if type(self.method).observe is not Method.observe and not (group.fused and all(g is None for g in grads)):
+            self.method.observe(group, thetas, as_one(group, grads), self.at)
 
     # ------------------------------------------------------------------ looking
 
@@ -345,7 +370,7 @@ class Run(Checks):
             found = [keep for m in self.frozen for keep in m.keep()]
         else:
             for group, thetas in self.groups():
-                keep = group.expand(self.method.keep(group, thetas))
+                keep = flat(group, group.expand(self.method.keep(group, thetas)))
                 found += [
                     k.clone() for slab, whole in zip(group.slabs(), keep, strict=True) for k in lay_out(slab, whole)
                 ]
@@ -373,8 +398,3 @@ class Run(Checks):
             return torch.stack(found).sum(0).tolist()
         mine = [x if counted else torch.zeros_like(x) for x, counted in zip(found, self.ranks.counts, strict=True)]
         return self.ranks.sum(torch.stack(mine).sum(0).to(self.targets[0].local.device)).tolist()
-
-
-def views_of(master: Master) -> list[Tensor]:
-    """θ of each target of a master, while it is dense."""
-    return master.views if isinstance(master, DenseMaster) else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,19 @@ from torch.optim import Optimizer
 
 from spartan.checkpoint import as_dense
 from spartan.groups import Group
-from spartan.portable import on_grid, unit_tensor
-from spartan.sharding import is_dtensor, like, local
+from spartan.portable import off_grid, on_grid, unit_tensor
+from spartan.sharding import is_dtensor, like, local, own_part
 from spartan.sparsifier import Sparsifier
 from spartan.targets import clean_name, unwrap
 
 
 def save_sharded(
-    folder: str | Path, model: nn.Module, optimizer: Optimizer, sparsifier: Sparsifier, asynchronous: bool = False
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    sparsifier: Sparsifier,
+    asynchronous: bool = False,
+    process_group: Any = None,
 ) -> Any:
     """Write the model, its optimizer and its sparsifier; every process must call it.
 
@@ -36,6 +41,8 @@ def save_sharded(
         optimizer: the one that is attached to the sparsifier.
         sparsifier: the sparsifier of the model.
         asynchronous: copy first, write in the background, and return a future whose `result()` waits for it.
+        process_group: what the processes agree over, by default the one of all. Where training goes on while files are
+            written, the two must not use the same: pass `torch.distributed.new_group(backend="gloo")`, made once.
 
     Example:
         >>> model = torch.nn.Linear(8, 8)
@@ -50,9 +57,9 @@ def save_sharded(
 
     state = _flat(model, optimizer, sparsifier)
     if asynchronous:
-        return async_save(state, checkpoint_id=folder)
+        return async_save(state, checkpoint_id=folder, process_group=process_group)
     with _alone_is_fine():
-        save(state, checkpoint_id=folder)
+        save(state, checkpoint_id=folder, process_group=process_group)
     return None
 
 
@@ -85,6 +92,60 @@ def load_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer, spa
             local(tensor).copy_(local(state[f"model/{name}"]))
     sparsifier.load_state_dict(_nested(state, rest))
     _load_optimizer(optimizer, sparsifier, model, state, rest)
+
+
+def load_whole(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, sparsifier: Sparsifier) -> None:
+    """Go on from the three states of one process (or of any under DDP), however the model is laid out now.
+
+    Args:
+        state: `state_dict()` of each, under "model", "optimizer" and "sparsifier"; the same on every process.
+        model: plain, under DDP, FSDP2 or tensor parallel.
+        optimizer: the one that is attached to the sparsifier.
+        sparsifier: the sparsifier of the model.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 8)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> sparsifier = spartan.Sparsifier(model, sparsity=0.5, total_steps=10).attach(optimizer)
+        >>> three = {"model": model, "optimizer": optimizer, "sparsifier": sparsifier}
+        >>> load_whole({name: of.state_dict() for name, of in three.items()}, model, optimizer, sparsifier)
+    """
+    saved, mine = state["model"], unwrap(model).state_dict()
+    odd = sorted(set(saved) ^ set(mine))
+    if odd:
+        raise ValueError(f"state: it belongs to another model; only one of the two has {', '.join(odd[:4])}")
+    unwrap(model).load_state_dict({name: _part(mine[name], value) for name, value in saved.items()})
+    sparsifier.load_state_dict(_without_rows(state["sparsifier"], sparsifier))
+    trained = list(_trained(model, optimizer, sparsifier))
+    of = {}
+    for i, values in state["optimizer"]["state"].items():
+        name, parameter = trained[i]
+        of[i] = {key: _own(sparsifier, name, parameter, value) for key, value in values.items()}
+    optimizer.load_state_dict({**state["optimizer"], "state": of})
+
+
+def _part(mine: Any, value: Any) -> Any:
+    """A whole tensor as the model holds it."""
+    return like(mine, own_part(mine, value.to(mine.device))) if is_dtensor(mine) else value
+
+
+def _own(sparsifier: Sparsifier, name: str, parameter: Tensor, value: Any) -> Any:
+    """What this process holds of a whole tensor of the optimizer's."""
+    if not isinstance(value, Tensor):
+        return value
+    of = _learned(sparsifier, name)
+    if of is not None and of[0].places and value.numel() == of[0].places[of[1]].units:
+        return off_grid(*of, value)
+    return _part(parameter, value) if value.shape == parameter.shape else value
+
+
+def _without_rows(state: Mapping[str, Any], sparsifier: Sparsifier) -> Mapping[str, Any]:
+    """A sparsifier's state in which shards solve anew what another layout has one of per few weights."""
+    groups = []
+    for group, saved in zip(_groups(sparsifier), state["groups"], strict=True):
+        rows = group.places and isinstance(saved["dual"], Mapping) and "m" in saved["dual"]
+        groups.append({**saved, "dual": {"anew": True}} if rows else saved)
+    return {**state, "groups": groups}
 
 
 @contextmanager

@@ -6,6 +6,7 @@ one process.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from spartan.ops import spread
 from spartan.ops.collective import Ranks
+from spartan.ops.parts import Spread, check_budget, numel, slack, total_cost
+from spartan.ops.select import Boundary, Bracket, Threshold, key_of, value_of
 from spartan.patterns import NM, Block, Channel, Pattern, Unstructured
 
 
@@ -261,3 +265,71 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+# What the solver may send in a step, and what each group needs of it beside the search: Newton's sums, the gradient's.
+BYTES, BESIDE = 64 * 1024, 96
+MOST_WORDS = 256
+
+
+class Search:
+    """Exact selection among units on several processes, that remembers where it ended.
+
+    The threshold moves little from step to step: the first pivots stand where the last two searches make one expect
+    it. That saves rounds, and never changes what is found.
+
+    Args:
+        groups: how many groups search at the same time: the more, the fewer counts each sends in a round.
+    """
+
+    def __init__(self, groups: int = 1) -> None:
+        self.groups = groups
+        # Six rounds are seldom needed.
+        self.words = min(max(int(BYTES / groups - BESIDE) // (6 * 8), 1), MOST_WORDS)
+        self.last: int | None = None  # key of the last threshold
+        self.move = 0  # how far it had come from the one before
+        self.k = 0.0  # the budget then
+
+    def boundary(self, parts: Spread, k: float) -> Boundary:
+        """Where the budget runs out, as `select.boundary` finds it on one process, the same on every process."""
+        if len({part.c for part in parts}) > 1:  # then costs are summed, not counts
+            return spread.boundary(parts, k, spread.NARROW if self.groups > 1 else spread.DIGIT)
+        total, n, cost = total_cost(parts), numel(parts), float(parts[0].c)
+        k = check_budget(k, total)
+        k += slack(k, total / n)
+        if k >= total:
+            return Boundary(Threshold(-math.inf, cost=total), 0.0, math.inf, math.inf)
+        dtype, keys = parts[0].u.dtype, torch.cat([key_of(part.u) for part in parts])
+        one = 1 << (52 if keys.dtype == torch.int64 else 23)  # between keys whose values differ by a factor of 2
+        wanted, limits = min(math.floor(k / cost), n - 1), torch.iinfo(keys.dtype)
+        if self.last is None or abs(k - self.k) > 0.02 * k:
+            guess, reach = self._sampled(keys, parts.ranks, wanted / n), one >> 5
+        else:
+            guess, reach = self.last + self.move, max(abs(self.move), one >> 14)
+        bracket = Bracket(limits.min, limits.max, n, wanted)
+        (key, larger, equal), around = bracket.close(keys, parts.ranks, self.words, guess, reach)
+        self.k, self.last, self.move = k, key, 0 if self.last is None else key - self.last
+        value, over, below, low, high = (value_of(x, dtype) for x in (key, *around))
+        room = k - larger * cost
+        fit = min(max(math.floor(room / cost), 0), equal)
+        cut = 0 if fit == 0 else n if fit == equal else self._cut(parts, value, equal, fit)
+        return Boundary(
+            Threshold(value, cut, cost=k - (room - fit * cost)),
+            fraction=min(max(room / (equal * cost), 0.0), 1.0),
+            gap_above=math.inf if math.isnan(over) else over - value,
+            gap_below=math.inf if math.isnan(below) else value - below,
+            ends=(low, high),
+        )
+
+    def _sampled(self, keys: Tensor, ranks: Ranks, q: float) -> int:
+        """A key with about a fraction q of all above it: the mean of those that processes find in samples of theirs."""
+        few = keys[:: max(1, keys.numel() >> 16)].sort(descending=True).values.double()
+        mine = few[int(q * few.numel())] if few.numel() else few.new_zeros(())
+        key, found = ranks.sum_told(torch.stack((mine, torch.full_like(mine, few.numel() > 0))))
+        return int(key / found)
+
+    def _cut(self, parts: Spread, value: float, equal: int, fit: int) -> int:
+        """The position of the first unit equal to the threshold that does not fit."""
+        tied = [at((part.u == value).nonzero().flatten()) for part, at in zip(parts, parts.positions, strict=True)]
+        (key, _, _), _ = Bracket(1 - numel(parts), 0, equal, fit).close(-torch.cat(tied), parts.ranks, self.words)
+        return -key

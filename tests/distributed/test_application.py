@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from spartan.cli import app
 from spartan.training.checkpoint import checkpoints
 from spartan.training.config import RecipeError, from_dict, to_yaml
+from spartan.training.parallel import spread
 from spartan.training.processes import Processes, choose_device, joined, micro_batch
-from spartan.training.runs import run_name, to_continue
-from spartan.training.setup import spread
+from spartan.training.runs import check_settings_on_the_way, run_name, to_continue
 from tests.distributed.launching import Launched, free_port, launch, wait_for, weights
 
 FLOAT64 = ("epochs=2", "batch_size=128", "model=tests.training.small_models:float64", "data.pad=1")
@@ -244,16 +244,23 @@ def test_devices_belong_to_one_process() -> None:
         choose_device("cuda:0", Processes(1, 2, 1))
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "words"),
-    [
-        ("parallel", "fsdp2", "parallel: fsdp2 is not built"),
-        ("sync_bn", True, "sync_bn: torch's SyncBatchNorm needs GPUs, and the model is on cpu"),
-    ],
-)
-def test_what_cannot_be_done_is_refused(key: str, value: object, words: str) -> None:
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_batch_norm_over_all_processes_needs_gpus(parallel: str) -> None:
+    words = "sync_bn: torch's SyncBatchNorm needs GPUs, and the model is on cpu"
     with pytest.raises(RecipeError, match=words):
-        spread(from_dict({key: value}), torch.nn.Linear(2, 2), Processes(0, 2))
+        spread(from_dict({"sync_bn": True, "parallel": parallel}), torch.nn.Linear(2, 2), Processes(0, 2))
+
+
+def test_copies_are_not_saved_on_the_side() -> None:
+    with pytest.raises(RecipeError, match="checkpoint_async: it needs parallel: fsdp2, not ddp"):
+        from_dict({"checkpoint_async": True})
+
+
+def test_what_a_run_computes_does_not_change_on_the_way() -> None:
+    check_settings_on_the_way(["parallel=fsdp2", "device=cpu", "data.workers=2"])
+    for key in ("epochs", "batch_size", "data.pad", "paralel"):
+        with pytest.raises(RecipeError, match=f"cannot be combined with --set {key}, but with --set of .*parallel"):
+            check_settings_on_the_way(["parallel=ddp", f"{key}=2"])
 
 
 def test_a_sweep_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,3 +44,10 @@ def test_every_method(world: int, how: str, pattern: str) -> None:
     cases = [(case, h) for case, h in every_case(how) if case.pattern == pattern]
     for found in on(world, differences, cases):
         assert found == []
+
+
+@pytest.mark.slow
+def test_every_method_with_a_budget_per_layer() -> None:
+    cases = [(Case(method, budget="uniform"), "fsdp") for method in METHODS]
+    for found in on(2, differences, cases):
+        assert found == []

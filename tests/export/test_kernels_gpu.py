@@ -230,7 +230,7 @@ def test_candidates_follow_the_pattern(pattern: Block, p: int, q: int) -> None:
     assert (first.p, first.q) == (p, q)
     assert 0.09 <= share <= 0.4
     scattered = spartan.prune(nn.Linear(256, 256), 0.9)
-    layer = DenseLinear(scattered.weight, None)
+    layer = DenseLinear(scattered.weight.to(DEVICE), None)
     assert choice.choose(layer, (8, 256), torch.float32, "auto") == (
         None,
         "90.0% zeros: too few, or too scattered for any kernel",
@@ -316,7 +316,7 @@ def test_converted_attention() -> None:
 @torch.no_grad()
 def test_what_no_kernel_suits_stays_as_it_is() -> None:
     encoder = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).to(DEVICE).eval()
-    spartan.prune(encoder, 0.8)  # scattered: no blocks to skip
+    spartan.prune(encoder, 0.8, budget="uniform")  # scattered: no blocks to skip
     x = torch.randn(2, 9, 64, device=DEVICE)
     fast = convert.accelerate(encoder, example_inputs=x)
     assert type(fast.self_attn) is nn.MultiheadAttention

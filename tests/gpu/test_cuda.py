@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from spartan import Block, Sparsifier, hard_topk, soft_topk
+from spartan import Block, Sparsifier, hard_topk, prune, soft_topk
 from tests.contract.cases import METHODS, Net, batch
 from tests.test_fused import STATEFUL
 
@@ -137,3 +137,15 @@ def test_moving_the_model_afterwards_raises() -> None:
     model.cuda()
     with pytest.raises(RuntimeError, match="was moved, cast or replaced"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("budget", ["global", "uniform", "erk"])
+def test_pruning_at_once_is_the_same_on_a_gpu(budget: str, memory_format: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    here = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 16, 3), nn.Conv2d(16, 8, 1)).to(memory_format=memory_format)  # type: ignore[call-overload]
+    there = copy.deepcopy(here).cuda()
+    for a, b in zip(
+        prune(here, 0.8, budget=budget).parameters(), prune(there, 0.8, budget=budget).parameters(), strict=True
+    ):
+        assert torch.equal(a, b.cpu())

@@ -12,6 +12,7 @@ from spartan import IMP, NM, Block, Channel, Flops, Sparsifier, Spartan, TopKAST
 from spartan.methods.base import Method
 from spartan.patterns import Pattern
 from tests.kernels import DEVICE
+from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"
@@ -123,19 +124,21 @@ def test_half_precision(dtype: torch.dtype, pattern: Pattern) -> None:
 )
 def test_costs_and_memory_formats(options: dict[str, Any]) -> None:
     sparsifier = same(METHODS["spartan"], **options)
+    assert "by triton kernels" in repr(sparsifier)  # with the mask fixed any order of memory will do
     if "channels_last" in options and DEVICE.type == "cpu":  # a group of single weights is one tensor on a GPU only
-        assert "by plain torch (0.weight is not in row-major order)" in repr(sparsifier)
+        before = run("triton", METHODS["spartan"], steps=3, **options)[1]
+        assert "by plain torch (0.weight is not in row-major order)" in repr(before)
 
 
 def test_what_runs_where_kernels_do_not() -> None:
     assert "by plain torch (kernels='torch')" in repr(run("torch", IMP(), steps=0)[1])
     assert "by plain torch (weights of float64)" in repr(run("triton", IMP(), steps=0, dtype=torch.float64)[1])
     nm: dict[str, Any] = {"pattern": NM(1, 4), "sparsity": 0.75, "warmup": 0.0}
-    assert "by plain torch (no kernels for NM(1, 4))" in repr(run("triton", IMP(), steps=0, **nm)[1])
-    assert "by triton kernels" in repr(run("triton", IMP(), steps=6, **nm)[1])  # finetuning knows no pattern
+    for steps in (0, 6):  # finetuning knows no pattern
+        assert "by triton kernels" in repr(run("triton", IMP(), steps=steps, **nm)[1])
     if DEVICE.type == "cpu":
         assert "by plain torch (on cpu)" in repr(run("auto", IMP(), steps=0)[1])
-    assert "by triton kernels for thresholds, plain torch for" in repr(run("triton", "rigl", steps=0)[1])
+    assert "by triton kernels for thresholds, plain torch for" in repr(run("triton", "str", steps=0)[1])
 
 
 @pytest.mark.parametrize("steps", [3, 5])
@@ -180,11 +183,8 @@ def test_no_step_waits_for_the_device(name: str, pattern: Pattern, finetune: flo
             optimizer.zero_grad()
 
     steps(6)  # into finetuning, where the kept places are listed; and graphs are recorded
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         steps(20)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert sparsifier.stats.phase == ("finetune" if finetune else "intermediate")
 
 

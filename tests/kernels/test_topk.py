@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from spartan.kernels import topk
 from spartan.kernels.state import PASSES, State
 from spartan.kernels.topk import TopK
 from spartan.ops.parts import Part
@@ -18,6 +19,12 @@ from tests.kernels import DEVICE
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"
 )
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["all", "samples first"])
+def sampled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a threshold of which nothing is known is first sought in samples, as in large tensors."""
+    monkeypatch.setattr(topk, "SAMPLED_FROM", 0 if request.param else 1 << 18)
 
 
 class Case:

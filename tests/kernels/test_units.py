@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from spartan import Block, Channel, Spartan
 from spartan.fast import engine_for
 from spartan.groups import Group
-from spartan.kernels.unit_engine import UnitEngine
+from spartan.kernels.unit_engine import UnitEngine, grid_of
 from spartan.patterns import Pattern
 from spartan.schedules import Moment
 from spartan.targets import Target
-from tests.kernels import DEVICE
+from tests.kernels import DEVICE, test_engine
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"
@@ -33,14 +33,24 @@ SHAPES: dict[Pattern, list[tuple[int, ...]]] = {
 AT = Moment.start(10, 0.0, 0.0, seed=0)
 
 
-def groups(pattern: Pattern, dtype: torch.dtype) -> tuple[Group, Group, list[Tensor]]:
+def other_order(x: Tensor) -> Tensor:
+    """The same with its memory in another order: channels last, column after column, or all dimensions backwards."""
+    if x.ndim == 4:
+        return x.contiguous(memory_format=torch.channels_last)
+    return x.permute(*reversed(range(x.ndim))).contiguous().permute(*reversed(range(x.ndim)))
+
+
+def groups(pattern: Pattern, dtype: torch.dtype, any_order: bool = False) -> tuple[Group, Group, list[Tensor]]:
     """The same group twice, plain and with kernels, and θ."""
     rng = torch.Generator().manual_seed(0)
     thetas = [torch.randn(shape, generator=rng).to(DEVICE, dtype) for shape in SHAPES[pattern]]
+    if any_order:  # of all but the first
+        thetas = [t if i == 0 and t.ndim < 3 else other_order(t) for i, t in enumerate(thetas)]
     prices = [1.0 + 0.5 * i for i in range(len(thetas))]
 
     def group() -> Group:
-        targets = [Target((f"w{i}",), nn.Parameter(t.clone()), nn.Identity(), "weight") for i, t in enumerate(thetas)]
+        tensors = [t.clone(memory_format=torch.preserve_format) for t in thetas]
+        targets = [Target((f"w{i}",), nn.Parameter(t), nn.Identity(), "weight") for i, t in enumerate(tensors)]
         return Group(targets, pattern, prices, 0.5, 0.5)
 
     plain, fast = group(), group()
@@ -54,7 +64,17 @@ def groups(pattern: Pattern, dtype: torch.dtype) -> tuple[Group, Group, list[Ten
 @pytest.mark.parametrize("pattern", list(SHAPES), ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_units_agree(pattern: Pattern, dtype: torch.dtype) -> None:
-    plain, fast, thetas = groups(pattern, dtype)
+    agree(pattern, dtype)
+
+
+@pytest.mark.parametrize("pattern", list(SHAPES), ids=repr)
+def test_units_agree_in_any_order_of_memory(pattern: Pattern) -> None:
+    agree(pattern, torch.float32, any_order=True)
+
+
+def agree(pattern: Pattern, dtype: torch.dtype, any_order: bool = False) -> None:
+    """Scores, thresholds, weights and gradients by the kernels and in plain torch."""
+    plain, fast, thetas = groups(pattern, dtype, any_order)
     engine, k, beta, spartan = fast.engine, 0.4 * plain.total, 6.0, Spartan()
     assert isinstance(engine, UnitEngine)
     fast.threshold, fast.dual = fast.soft_top(thetas, k, beta)
@@ -75,9 +95,9 @@ def test_units_agree(pattern: Pattern, dtype: torch.dtype) -> None:
             assert torch.equal(target.parameter == 0, w == 0)
             assert not (torch.signbit(target.parameter) & (target.parameter == 0)).any()
         rng = torch.Generator().manual_seed(1)
-        grads: list[Tensor | None] = [torch.randn(t.shape, generator=rng).to(t) for t in thetas]
+        grads: list[Tensor | None] = [torch.empty_like(t).copy_(torch.randn(t.shape, generator=rng)) for t in thetas]
         grads[1] = None  # one that the loss did not reach
-        mine = [None if g is None else g.clone() for g in grads]
+        mine = [None if g is None else g.clone(memory_format=torch.preserve_format) for g in grads]
         expected = spartan.gradient(plain, thetas, grads, AT)
         engine.through_mask(mine) if soft else engine.where_kept(mine)
         for i, (g, e) in enumerate(zip(mine, expected, strict=True)):
@@ -118,3 +138,34 @@ def test_scores_have_the_gradient_of_the_plain_ones() -> None:
     expected = torch.autograd.grad([u.sum() for u in plain.scores(leaves)], leaves)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
+
+
+def test_theta_in_and_out_in_any_order_of_memory() -> None:
+    _, fast, thetas = groups(Channel("in"), torch.float32, any_order=True)
+    engine = fast.engine
+    assert isinstance(engine, UnitEngine)
+    with torch.no_grad():
+        for target in fast.targets:
+            target.parameter.mul_(2.0)
+    engine.take()
+    engine.put()
+    for t, target in zip(thetas, fast.targets, strict=True):
+        assert t.stride() == target.parameter.stride()
+        assert torch.equal(t, target.parameter)
+
+
+@pytest.mark.parametrize("pattern", [Block(4, 8), Channel("in"), Channel()], ids=repr)
+def test_a_run_with_channels_last(pattern: Pattern) -> None:
+    assert "by triton kernels" in repr(test_engine.same(Spartan(), channels_last=True, steps=3, pattern=pattern))
+    sparsifier = test_engine.same(test_engine.METHODS["imp"], channels_last=True, pattern=pattern)
+    assert sparsifier.stats.phase == "finetune"
+
+
+def test_rows_that_are_units_are_read_as_they_lie() -> None:
+    """Whatever the order within a row: no table of columns, which for one row is as long as the weight."""
+    w = torch.empty(6, 4, 3, 3).contiguous(memory_format=torch.channels_last)
+    assert grid_of(w, 1, 36).columns is None
+    columns = grid_of(w, 2, 9).columns
+    assert columns is not None
+    assert columns[:10].tolist() == [0, 4, 8, 12, 16, 20, 24, 28, 32, 1]
+    assert grid_of(torch.empty(5, 6).t(), 2, 1)[:5] == (3, 2, 5, 1, 1)

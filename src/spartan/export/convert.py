@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from spartan.export import pool
+from spartan.export import patches, pool
 from spartan.export.attention import Attention, convertible
 from spartan.export.cpu.choice import choose, sparse_layer
 from spartan.export.cpu.ops import DTYPES as _CPU_DTYPES
@@ -20,7 +20,10 @@ from spartan.export.gpu.ops import DTYPES as _GPU_DTYPES
 from spartan.export.runtime import DenseConv2d, DenseLinear, InferenceLayer, SparseLinear
 
 M = TypeVar("M", bound=nn.Module)
+# Shape and type of what a layer is given.
+Seen = tuple[tuple[int, ...], torch.dtype]
 KERNELS = ("auto", "dense", "sparse")
+_LAUNCHES = "called as it is, the dense model is launched sooner; for a CUDA graph use kernels='sparse'"
 # Shapes to measure at where no example inputs say which: a few hundred tokens (on a GPU, some thousands), an image of middle
 # size.
 _TOKENS, _GPU_TOKENS, _SIDE = 256, 8192, 28
@@ -90,10 +93,16 @@ def accelerate(
     for name, layer in list(holder.named_modules()):
         if isinstance(layer, DenseLinear | DenseConv2d):
             _decide(holder, name, layer, shapes.get(id(layer)), kernels)
-    _give_back(holder, given)
+    _give_back(holder, given, shapes)
     fast = holder["model"]  # type: ignore[assignment]
     if before is not None:
         _compare(before, _call(fast, example_inputs))
+    if kernels == "auto" and on == {"cuda"} and before is not None and _is_sparse(fast):
+        plain = copy.deepcopy(model).eval().requires_grad_(False).to(next(fast.buffers()).device)
+        if not gpu.pays(lambda: _call(fast, example_inputs), lambda: _call(plain, example_inputs)):
+            for layer in plain.modules():
+                layer.chosen = _LAUNCHES  # type: ignore[assignment]
+            return plain
     return fast
 
 
@@ -110,7 +119,7 @@ def explain(model: nn.Module) -> list[Explanation]:
         if isinstance(layer, InferenceLayer):
             found.append(Explanation(name or "the model", layer.kernel, layer.why))
         elif isinstance(layer, nn.Linear | nn.Conv2d):
-            found.append(Explanation(name or "the model", "dense", "as it was given"))
+            found.append(Explanation(name or "the model", "dense", getattr(layer, "chosen", "as it was given")))
         elif isinstance(layer, nn.MultiheadAttention):
             why = getattr(layer, "chosen", "") or convertible(layer) or "as it was given"
             found.append(Explanation(name or "the model", "dense", why))
@@ -120,7 +129,8 @@ def explain(model: nn.Module) -> list[Explanation]:
 def _expose(holder: nn.ModuleDict) -> dict[str, Any]:
     """Every layer with zeros as a `DenseLinear` or `DenseConv2d`, which a sparse one may then replace.
 
-    Returns what `_give_back` needs: the attention that was there, and the fused paths that were switched off.
+    Returns what `_give_back` needs: the attention and convolutions that were there, and the fused paths that were
+    switched off.
     """
     given: dict[str, Any] = {}
     gpu_model = any(map(_on_gpu, holder.state_dict().values()))
@@ -136,8 +146,14 @@ def _expose(holder: nn.ModuleDict) -> dict[str, Any]:
             isinstance(module, nn.Linear) and plain_linear(module) and _zeros(module.weight) and _owned(holder, parent)
         ):
             layer = DenseLinear(module.weight, module.bias)
-        elif isinstance(module, nn.Conv2d) and (conv := plain_conv(module)) and _zeros(module.weight):
-            layer = DenseConv2d(module.weight, module.bias, conv)
+        elif isinstance(module, nn.Conv2d) and (conv := plain_conv(module)):
+            dense = DenseConv2d(module.weight, module.bias, conv)
+            if gpu_model and _as_patches(dense):
+                given[name], layer = module, patches.PatchConv(dense)
+            elif _zeros(module.weight):
+                layer = dense
+        elif gpu_model and isinstance(module, DenseConv2d) and _as_patches(module):
+            given[name], layer = module, patches.PatchConv(module)
         elif isinstance(module, nn.MaxPool2d) and pool.convertible(module) and not gpu_model:
             layer = pool.MaxPool(module)
         if layer is not None:
@@ -145,14 +161,34 @@ def _expose(holder: nn.ModuleDict) -> dict[str, Any]:
     return given
 
 
+def _as_patches(conv: DenseConv2d) -> bool:
+    return patches.convertible(conv.conv) and conv.activation == "none" and _known(conv.weight)
+
+
+def _is_sparse(model: nn.Module) -> bool:
+    return any(isinstance(module, SparseLinear) for module in model.modules())
+
+
 def _on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _give_back(holder: nn.ModuleDict, given: dict[str, Any]) -> None:
-    """On a GPU, attention and transformer layers without a sparse kernel as they were: torch's fused paths are faster."""
+def _give_back(holder: nn.ModuleDict, given: dict[str, Any], shapes: Mapping[int, Seen]) -> None:
+    """On a GPU, attention and transformer layers without a sparse kernel as they were: torch's fused paths are faster.
+
+    Convolutions as well, where patches are no gain.
+    """
     for name, was in given.items():
         module = holder.get_submodule(name)
+        if isinstance(module, patches.PatchConv):
+            seen = shapes.get(id(module))
+            wins, times = (False, "") if seen is None else patches.faster(module, was, *seen)
+            if wins:
+                module.linear.why = times if module.linear.kernel == "dense" else f"{module.linear.why}; {times}"
+            else:
+                parent, _, last = name.rpartition(".")
+                setattr(holder.get_submodule(parent), last, was)
+            continue
         if not all(map(_on_gpu, module.state_dict().values())) or any(
             isinstance(part, SparseLinear) for part in module.modules()
         ):
@@ -170,17 +206,20 @@ def _owned(holder: nn.ModuleDict, parent: str) -> bool:
     return not isinstance(holder.get_submodule(parent), nn.MultiheadAttention)
 
 
+def _known(weight: Tensor) -> bool:
+    return weight.dtype in (_GPU_DTYPES if _on_gpu(weight) else _CPU_DTYPES)
+
+
 def _zeros(weight: Tensor) -> bool:
     # Fewer than this cannot pay.
-    known = weight.dtype in (_GPU_DTYPES if _on_gpu(weight) else _CPU_DTYPES)
-    return known and float((weight == 0).float().mean()) >= 0.3
+    return _known(weight) and float((weight == 0).float().mean()) >= 0.3
 
 
 def _decide(
     holder: nn.ModuleDict,
     name: str,
     layer: DenseLinear | DenseConv2d,
-    seen: tuple[tuple[int, ...], torch.dtype] | None,
+    seen: Seen | None,
     kernels: str,
 ) -> None:
     if not _zeros(layer.weight):
@@ -221,15 +260,15 @@ def _call(model: nn.Module, inputs: Any) -> Any:
         return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
 
 
-def _shapes(holder: nn.ModuleDict, inputs: Any) -> dict[int, tuple[tuple[int, ...], torch.dtype]]:
+def _shapes(holder: nn.ModuleDict, inputs: Any) -> dict[int, Seen]:
     """Shape and type of what each layer is given when the model is called; the first call counts."""
-    seen: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}
+    seen: dict[int, Seen] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor):
             seen.setdefault(id(module), (tuple(args[0].shape), args[0].dtype))
 
-    layers = [m for m in holder.modules() if isinstance(m, DenseLinear | DenseConv2d)]
+    layers = [m for m in holder.modules() if isinstance(m, DenseLinear | DenseConv2d | patches.PatchConv)]
     handles = [layer.register_forward_pre_hook(note) for layer in layers]
     try:
         _call(holder["model"], inputs)

@@ -1,4 +1,4 @@
-"""Between the passes of a top-k: one program adds up what the pieces found and says where the next pass looks."""
+"""Between the passes of a top-k: one program a group adds up what its pieces found and says where the next pass looks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from spartan.kernels.state import (
     CENTER,
     COST,
     CUT,
+    FLOATS,
     FRESH,
     GOAL,
     HARD_DONE,
     HIGH,
+    INTS,
     JUMPED,
     LAST_BETA,
     LEAST,
@@ -25,6 +27,7 @@ from spartan.kernels.state import (
     PASSES,
     RESIDUAL,
     ROOM,
+    SAMPLES,
     SHIFT,
     SOFT_DONE,
     SOFT_K,
@@ -43,8 +46,16 @@ from spartan.kernels.state import (
 
 
 @triton.jit
-def begin(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr):
-    """Start from the last solution, with the budget and β that the state holds now."""
+def begin(floats, ints, limits, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.constexpr):
+    """Every group starts from its last solution, with the budget and β that its state holds now."""
+    group = tl.program_id(0)
+    if tl.load(limits + 6 * group) < tl.load(limits + 6 * group + 1):
+        start(floats + group * FLOATS, ints + group * INTS, SOFT, COLD, SAMPLED)
+
+
+@triton.jit
+def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.constexpr):
+    """One group, from its last solution, or else from samples."""
     k = tl.load(floats + K)
     beta = tl.load(floats + BETA)
     all_of_it = tl.load(floats + TOTAL)
@@ -53,6 +64,7 @@ def begin(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr):
     tl.store(ints + CUT, 0)
     tl.store(ints + JUMPED, 0)
     tl.store(ints + FRESH, 1)
+    tl.store(ints + SAMPLES, 0)
     solved = (tl.load(ints + SOLVED) != 0) & (not COLD)
     zero = tl.full((), 0, tl.int64)
     if k >= all_of_it:
@@ -67,6 +79,8 @@ def begin(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr):
             look_at(ints, tl.maximum(key - WINDOW, 0), tl.minimum(key + WINDOW - 1, 4294967295))
         else:
             look_at(ints, zero, zero + 4294967295)
+            if SAMPLED:
+                tl.store(ints + SAMPLES, 1)
     if SOFT:
         share = tl.load(floats + SOFT_K) / all_of_it
         flat = (beta == 0.0) | (share <= 0.0) | (share >= 1.0)
@@ -98,20 +112,24 @@ def begin(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr):
 
 
 @triton.jit
-def narrow(floats, ints, counts, above, costs, pieces, prices, kinds, ROWS: tl.constexpr):
+def narrow(floats, ints, limits, counts, above, costs, prices, ROWS: tl.constexpr):
     """Which bin holds the threshold: the highest one at which what lies above it, and it, no longer fit."""
     bins = tl.arange(0, BINS)
     cost_of = tl.zeros((BINS,), tl.float64)
     number_in = tl.zeros((BINS,), tl.int64)
     over = tl.zeros((ROWS,), tl.float64)
-    for kind in range(0, kinds):
+    first_kind = tl.load(limits + 2)
+    for i in range(0, tl.load(limits + 3) - first_kind):
+        kind = first_kind + i
         number = tl.load(counts + kind * BINS + bins)
         tl.store(counts + kind * BINS + bins, 0)  # for the next pass
         cost_of += number.to(tl.float64) * tl.load(prices + kind)
         number_in += number
-    for first in range(0, pieces, ROWS):
-        row = first + tl.arange(0, ROWS)
-        there = row < pieces
+    first = tl.load(limits)
+    last = tl.load(limits + 1)
+    for i in range(0, last - first, ROWS):
+        row = first + i + tl.arange(0, ROWS)
+        there = row < last
         cost = tl.load(costs + row, mask=there, other=0.0)
         over += tl.load(above + row, mask=there, other=0).to(tl.float64) * cost
     higher = tl.sum(over)
@@ -120,6 +138,11 @@ def narrow(floats, ints, counts, above, costs, pieces, prices, kinds, ROWS: tl.c
     low = tl.load(ints + LOW)
     high = tl.load(ints + HIGH)
     shift = tl.load(ints + SHIFT)
+    sampled = tl.load(ints + SAMPLES) == 1
+    if sampled:  # the same share of what was looked at; the first look, at all keys, tells how much that is
+        seen = tl.where(high - low == 4294967295, higher + tl.sum(cost_of), tl.load(floats + ROOM))
+        tl.store(floats + ROOM, seen)
+        k = k * (seen / tl.load(floats + TOTAL))
     bin = tl.max(tl.where(down_to > k, bins, -1)).to(tl.int64)
     if higher > k:
         look_at(ints, high + 1, tl.full((), 4294967295, tl.int64))
@@ -129,6 +152,10 @@ def narrow(floats, ints, counts, above, costs, pieces, prices, kinds, ROWS: tl.c
         first_key = low + (bin << shift)
         width = tl.full((), 1, tl.int64) << shift
         look_at(ints, first_key, tl.minimum(first_key + width - 1, high))
+    elif sampled:
+        tl.store(floats + VALUE, float_of(low + bin).to(tl.float64))
+        tl.store(ints + SAMPLES, 2)
+        look_at(ints, tl.maximum(low + bin - WINDOW, 0), tl.minimum(low + bin + WINDOW - 1, 4294967295))
     else:
         kept = higher + tl.sum(tl.where(bins > bin, cost_of, 0.0))
         ties = tl.sum(tl.where(bins == bin, number_in, 0))
@@ -141,15 +168,17 @@ def narrow(floats, ints, counts, above, costs, pieces, prices, kinds, ROWS: tl.c
 
 
 @triton.jit
-def newton(floats, ints, sums, costs, pieces, tol, ROWS: tl.constexpr):
+def newton(floats, ints, limits, sums, costs, tol, ROWS: tl.constexpr):
     """One step towards the root of logit(F/C) = logit(k/C), kept inside its bracket."""
     f_rows = tl.zeros((ROWS,), tl.float64)
     d_rows = tl.zeros((ROWS,), tl.float64)
     least_u = tl.full((ROWS,), float("inf"), tl.float64)
     most_u = tl.full((ROWS,), -float("inf"), tl.float64)
-    for first in range(0, pieces, ROWS):
-        row = first + tl.arange(0, ROWS)
-        there = row < pieces
+    first = tl.load(limits)
+    last = tl.load(limits + 1)
+    for i in range(0, last - first, ROWS):
+        row = first + i + tl.arange(0, ROWS)
+        there = row < last
         cost = tl.load(costs + row, mask=there, other=0.0)
         m = tl.load(sums + 4 * row, mask=there, other=0.0)
         m2 = tl.load(sums + 4 * row + 1, mask=there, other=0.0)
@@ -218,23 +247,35 @@ def newton(floats, ints, sums, costs, pieces, tol, ROWS: tl.constexpr):
 
 @triton.jit
 def control(
-    floats, ints, counts, above, sums, costs, pieces, prices, kinds, tol, SOFT: tl.constexpr, ROWS: tl.constexpr
-):
-    """After a pass: what it found, and where the next one looks."""
+    floats, ints, limits, counts, above, sums, costs, prices, tol, SOFT: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """After a pass: what it found of every group, and where the next one looks."""
+    group = tl.program_id(0)
+    if tl.load(limits + 6 * group) < tl.load(limits + 6 * group + 1):
+        own = limits + 6 * group
+        decide(floats + group * FLOATS, ints + group * INTS, own, counts, above, sums, costs, prices, tol, SOFT, ROWS)
+
+
+@triton.jit
+def decide(
+    floats, ints, limits, counts, above, sums, costs, prices, tol, SOFT: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """The same of one group."""
     hard = tl.load(ints + HARD_DONE) == 0
     soft = False
     if SOFT:
         soft = (tl.load(ints + SOFT_DONE) == 0) & (tl.load(ints + WAITS) == 0)
-    if hard | soft:
+    if (hard | soft) & (tl.load(ints + SAMPLES) != 1):
         tl.store(ints + PASSES, tl.load(ints + PASSES) + 1)
     if hard:
-        narrow(floats, ints, counts, above, costs, pieces, prices, kinds, ROWS)
+        narrow(floats, ints, limits, counts, above, costs, prices, ROWS)
     tl.debug_barrier()  # what one thread wrote, all read
     if soft:
-        newton(floats, ints, sums, costs, pieces, tol, ROWS)
+        newton(floats, ints, limits, sums, costs, tol, ROWS)
     if SOFT:
         tl.debug_barrier()
-        if (tl.load(ints + WAITS) != 0) & (tl.load(ints + HARD_DONE) != 0):
+        known = (tl.load(ints + HARD_DONE) != 0) | (tl.load(ints + SAMPLES) == 2)
+        if (tl.load(ints + WAITS) != 0) & known:
             value = tl.load(floats + VALUE)
             tl.store(floats + ORIGIN, value)
             tl.store(floats + CENTER, value)

@@ -1,11 +1,14 @@
-"""Gradients for w into gradients for θ, in place, all targets in one launch."""
+"""Gradients for w into gradients for θ, in place, all targets in one launch.
+
+An address of 0 stands for a gradient that is not there.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from spartan.kernels.state import BETA, CUT, SOFT_K, VALUE
+from spartan.kernels.state import BETA, CUT, FLOATS, INTS, SOFT_K, VALUE, group_of, row_of
 from spartan.kernels.weights import mask_of
 
 # What `pull` leaves for `through_mask`.
@@ -15,18 +18,18 @@ RESIDUAL = tl.constexpr(1)  # |Σ c m − k| / k: a late look at how well the ma
 
 @triton.jit
 def pull(
-    grads, thetas, table, factors, floats, sums, GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+    grads, thetas, table, groups, factors, all_floats, sums,
+    GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of each piece: Σ g·θ·m(1−m), Σ m(1−m) and Σ m."""
     piece = tl.program_id(0)
-    which = tl.load(table + 4 * piece)
-    start = tl.load(table + 4 * piece + 1)
-    length = tl.load(table + 4 * piece + 2)
+    which, start, length, _ = row_of(table, piece)
     factor = tl.load(factors + piece)
     theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
     grad = tl.load(grads + which)
     grad_at = grad.to(tl.pointer_type(GRAD)) + start
     there = grad != 0
+    floats = all_floats + group_of(groups, piece) * FLOATS
     a1 = tl.zeros((BLOCK,), tl.float32)
     a2 = tl.zeros((BLOCK,), tl.float32)
     f = tl.zeros((BLOCK,), tl.float32)
@@ -52,13 +55,33 @@ def pull(
 
 @triton.jit
 def ratio(sums, costs, pieces, floats, out, ROWS: tl.constexpr):
-    """a₁/a₂ = Σ g·θ·m(1−m) / Σ c·m(1−m); 0 where the mask is flat."""
+    """a₁/a₂ = Σ g·θ·m(1−m) / Σ c·m(1−m) of a single group; 0 where the mask is flat."""
+    ratio_of(sums, costs, tl.full((), 0, tl.int64), tl.full((), 0, tl.int64) + pieces, floats, out, ROWS)
+
+
+@triton.jit
+def ratios(grads, limits, sums, costs, floats, out, ROWS: tl.constexpr):
+    """The same of every group that has a gradient."""
+    group = tl.program_id(0)
+    first_tensor = tl.load(limits + 6 * group + 4)
+    found = tl.full((), 0, tl.int64)
+    for i in range(0, tl.load(limits + 6 * group + 5) - first_tensor):
+        found = found | tl.load(grads + first_tensor + i)
+    if found != 0:
+        first = tl.load(limits + 6 * group)
+        last = tl.load(limits + 6 * group + 1)
+        ratio_of(sums, costs, first, last, floats + group * FLOATS, out + 2 * group, ROWS)
+
+
+@triton.jit
+def ratio_of(sums, costs, first, last, floats, out, ROWS: tl.constexpr):
+    """The same from the sums of some pieces."""
     a1 = tl.zeros((ROWS,), tl.float64)
     a2 = tl.zeros((ROWS,), tl.float64)
     f = tl.zeros((ROWS,), tl.float64)
-    for first in range(0, pieces, ROWS):
-        row = first + tl.arange(0, ROWS)
-        there = row < pieces
+    for i in range(0, last - first, ROWS):
+        row = first + i + tl.arange(0, ROWS)
+        there = row < last
         cost = tl.load(costs + row, mask=there, other=0.0)
         a1 += tl.load(sums + 4 * row, mask=there, other=0.0)
         a2 += tl.load(sums + 4 * row + 1, mask=there, other=0.0) * cost
@@ -72,18 +95,18 @@ def ratio(sums, costs, pieces, floats, out, ROWS: tl.constexpr):
 
 @triton.jit
 def through_mask(
-    grads, thetas, table, factors, costs, floats, out,
+    grads, thetas, table, groups, factors, costs, all_floats, out,
     GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """∂L/∂θ = m·g + sign(θ)·(∂u/∂|θ|)·βm(1−m)·(g·θ − c·a₁/a₂)."""
     piece = tl.program_id(0)
-    which = tl.load(table + 4 * piece)
+    which, start, length, _ = row_of(table, piece)
     grad = tl.load(grads + which)
     if grad != 0:
-        start = tl.load(table + 4 * piece + 1)
-        length = tl.load(table + 4 * piece + 2)
         factor = tl.load(factors + piece)
-        back = (tl.load(out + RATIO) * tl.load(costs + piece)).to(tl.float32)
+        group = group_of(groups, piece)
+        floats = all_floats + group * FLOATS
+        back = (tl.load(out + 2 * group + RATIO) * tl.load(costs + piece)).to(tl.float32)
         scale = tl.load(floats + BETA).to(tl.float32) * factor
         theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
         grad_at = grad.to(tl.pointer_type(GRAD)) + start
@@ -100,21 +123,20 @@ def through_mask(
 
 @triton.jit
 def where_kept(
-    grads, thetas, table, factors, floats, ints, GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+    grads, thetas, table, groups, factors, floats, ints,
+    GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """∂L/∂θ = [kept] ⊙ g."""
     piece = tl.program_id(0)
-    which = tl.load(table + 4 * piece)
+    which, start, length, position = row_of(table, piece)
     grad = tl.load(grads + which)
     if grad != 0:
-        start = tl.load(table + 4 * piece + 1)
-        length = tl.load(table + 4 * piece + 2)
-        position = tl.load(table + 4 * piece + 3)
         factor = tl.load(factors + piece)
         theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
         grad_at = grad.to(tl.pointer_type(GRAD)) + start
-        value = tl.load(floats + VALUE).to(tl.float32)
-        cut = tl.load(ints + CUT) - position
+        group = group_of(groups, piece)
+        value = tl.load(floats + group * FLOATS + VALUE).to(tl.float32)
+        cut = tl.load(ints + group * INTS + CUT) - position
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
             inside = here < length
@@ -125,14 +147,28 @@ def where_kept(
 
 
 @triton.jit
+def where_stored(grads, masks, table, GRAD: tl.constexpr, BLOCK: tl.constexpr):
+    """∂L/∂θ = [kept] ⊙ g, from masks of one byte an entry: zeros are written, the rest is left alone."""
+    piece = tl.program_id(0)
+    which, start, length, _ = row_of(table, piece)
+    grad = tl.load(grads + which)
+    if grad != 0:
+        mask_at = tl.load(masks + which).to(tl.pointer_type(tl.int8)) + start
+        grad_at = grad.to(tl.pointer_type(GRAD)) + start
+        for i in range(0, length, BLOCK):
+            here = i + tl.arange(0, BLOCK)
+            gone = tl.load(mask_at + here, mask=here < length, other=1) == 0
+            tl.store(grad_at + here, tl.zeros((BLOCK,), GRAD), mask=gone)
+
+
+@triton.jit
 def check(grads, table, bad, first, GRAD: tl.constexpr, BLOCK: tl.constexpr):
     """The first tensor whose gradient is not finite is named in `bad`."""
     piece = tl.program_id(0)
-    which = tl.load(table + 4 * piece)
+    which, start, length, _ = row_of(table, piece)
     grad = tl.load(grads + which)
     if grad != 0:
-        grad_at = grad.to(tl.pointer_type(GRAD)) + tl.load(table + 4 * piece + 1)
-        length = tl.load(table + 4 * piece + 2)
+        grad_at = grad.to(tl.pointer_type(GRAD)) + start
         wrong = tl.zeros((BLOCK,), tl.int32)
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
@@ -146,11 +182,10 @@ def check(grads, table, bad, first, GRAD: tl.constexpr, BLOCK: tl.constexpr):
 def clear(grads, table, bad, FINE: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr):
     """No gradient at all, if one was not finite: the optimizer's state stays clean."""
     if tl.load(bad) != FINE:
-        piece = tl.program_id(0)
-        grad = tl.load(grads + tl.load(table + 4 * piece))
+        which, start, length, _ = row_of(table, tl.program_id(0))
+        grad = tl.load(grads + which)
         if grad != 0:
-            grad_at = grad.to(tl.pointer_type(GRAD)) + tl.load(table + 4 * piece + 1)
-            length = tl.load(table + 4 * piece + 2)
+            grad_at = grad.to(tl.pointer_type(GRAD)) + start
             for i in range(0, length, BLOCK):
                 here = i + tl.arange(0, BLOCK)
                 tl.store(grad_at + here, tl.zeros((BLOCK,), GRAD), mask=here < length)

@@ -1,13 +1,16 @@
 """With the mask fixed: θ, w and gradients at the kept places only, all targets in one launch.
 
 A program takes a piece of a target's memory, BLOCK entries at a time. `spans` tells, for every such block, which of the
-kept entries lie in it: from where to where in the sorted list of their places.
+kept entries lie in it: from where to where in the sorted list of their places. An address of 0 stands for a tensor that
+is left alone.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from spartan.kernels.state import row_of
 
 
 @triton.jit
@@ -28,52 +31,53 @@ def spread(
 ):  # fmt: skip
     """θ into the parameters where kept, and nothing else; with WEIGHTS w = θ · m, and zeros elsewhere."""
     piece = tl.program_id(0)
-    which = tl.load(table + 4 * piece)
-    start = tl.load(table + 4 * piece + 1)
-    length = tl.load(table + 4 * piece + 2)
-    theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE))
-    mask_at = tl.load(masks + which).to(tl.pointer_type(DTYPE))
-    parameter_at = tl.load(parameters + which).to(tl.pointer_type(DTYPE))
-    index = tl.load(indices + which)
-    slab = tl.load(slabs + which)
-    first = tl.load(blocks + piece)
-    for i in range(0, length, BLOCK):
-        number, there, place = kept_in(spans, index, slab, first + i // BLOCK, BLOCK, INDEX)
-        x = tl.load(theta_at + number, mask=there, other=0.0)
-        if WEIGHTS:
-            m = tl.load(mask_at + number, mask=there, other=0.0).to(tl.float32)
-            x = (x.to(tl.float32) * m).to(DTYPE)
-            here = i + tl.arange(0, BLOCK)
-            tl.store(parameter_at + start + here, tl.zeros((BLOCK,), DTYPE), mask=here < length)
-            tl.debug_barrier()  # the zeros first
-        tl.store(parameter_at + place, x, mask=there)
+    which, start, length, _ = row_of(table, piece)
+    parameter = tl.load(parameters + which)
+    if parameter != 0:
+        theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE))
+        mask_at = tl.load(masks + which).to(tl.pointer_type(DTYPE))
+        parameter_at = parameter.to(tl.pointer_type(DTYPE))
+        index = tl.load(indices + which)
+        slab = tl.load(slabs + which)
+        first = tl.load(blocks + piece)
+        for i in range(0, length, BLOCK):
+            number, there, place = kept_in(spans, index, slab, first + i // BLOCK, BLOCK, INDEX)
+            x = tl.load(theta_at + number, mask=there, other=0.0)
+            if WEIGHTS:
+                m = tl.load(mask_at + number, mask=there, other=0.0).to(tl.float32)
+                x = (x.to(tl.float32) * m).to(DTYPE)
+                here = i + tl.arange(0, BLOCK)
+                tl.store(parameter_at + start + here, tl.zeros((BLOCK,), DTYPE), mask=here < length)
+                tl.debug_barrier()  # the zeros first
+            tl.store(parameter_at + place, x, mask=there)
 
 
 @triton.jit
 def collect(
-    parameters, thetas, indices, table, slabs, blocks, spans, bad, first,
+    parameters, thetas, indices, table, slabs, blocks, spans, bad, number_of_first,
     FINE: tl.constexpr, DTYPE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """θ from the parameters where kept, unless `bad` names a gradient. What is not finite stays as it was."""
-    good = tl.load(bad) == FINE
     piece = tl.program_id(0)
-    which = tl.load(table + 4 * piece)
-    length = tl.load(table + 4 * piece + 2)
-    theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE))
-    parameter_at = tl.load(parameters + which).to(tl.pointer_type(DTYPE))
-    index = tl.load(indices + which)
-    slab = tl.load(slabs + which)
-    block = tl.load(blocks + piece)
-    wrong = tl.zeros((BLOCK,), tl.int32)
-    for i in range(0, length, BLOCK):
-        number, there, place = kept_in(spans, index, slab, block + i // BLOCK, BLOCK, INDEX)
-        theta = tl.load(parameter_at + place, mask=there, other=0.0)
-        finite = tl.abs(theta.to(tl.float32)) < float("inf")
-        wrong += (there & (finite == 0)).to(tl.int32)
-        if good:
-            tl.store(theta_at + number, theta, mask=there & finite)
-    if tl.sum(wrong) > 0:
-        tl.atomic_min(bad + 1, (first + which).to(tl.int32))
+    which, _, length, _ = row_of(table, piece)
+    parameter = tl.load(parameters + which)
+    if parameter != 0:
+        good = tl.load(bad) == FINE
+        theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE))
+        parameter_at = parameter.to(tl.pointer_type(DTYPE))
+        index = tl.load(indices + which)
+        slab = tl.load(slabs + which)
+        first = tl.load(blocks + piece)
+        wrong = tl.zeros((BLOCK,), tl.int32)
+        for i in range(0, length, BLOCK):
+            number, there, place = kept_in(spans, index, slab, first + i // BLOCK, BLOCK, INDEX)
+            theta = tl.load(parameter_at + place, mask=there, other=0.0)
+            finite = tl.abs(theta.to(tl.float32)) < float("inf")
+            wrong += (there & (finite == 0)).to(tl.int32)
+            if good:
+                tl.store(theta_at + number, theta, mask=there & finite)
+        if tl.sum(wrong) > 0:
+            tl.atomic_min(bad + 1, (number_of_first + which).to(tl.int32))
 
 
 @triton.jit
@@ -83,11 +87,9 @@ def mask_gradients(
 ):  # fmt: skip
     """∂L/∂θ = g · m where kept, zero elsewhere, in place."""
     piece = tl.program_id(0)
-    which = tl.load(table + 4 * piece)
+    which, start, length, _ = row_of(table, piece)
     grad = tl.load(grads + which)
     if grad != 0:
-        start = tl.load(table + 4 * piece + 1)
-        length = tl.load(table + 4 * piece + 2)
         mask_at = tl.load(masks + which).to(tl.pointer_type(DTYPE))
         grad_at = grad.to(tl.pointer_type(GRAD))
         index = tl.load(indices + which)

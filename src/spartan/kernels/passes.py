@@ -11,17 +11,23 @@ from spartan.kernels.state import (
     CENTER,
     COST,
     CUT,
+    FLOATS,
     HARD_DONE,
     HIGH,
+    INTS,
     LOW,
     OFFSET,
     ROOM,
+    SAMPLE,
+    SAMPLES,
     SHIFT,
     SOFT_DONE,
     TIES,
     VALUE,
     WAITS,
+    group_of,
     key_of,
+    row_of,
 )
 
 
@@ -76,19 +82,23 @@ def visit(
 
 @triton.jit
 def one_pass(
-    addresses, table, factors, kinds, floats, ints, counts, above, sums,
+    addresses, table, groups, factors, kinds, all_floats, all_ints, counts, above, sums,
     SOFT: tl.constexpr, ABS: tl.constexpr, DTYPE: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Read a piece: count its keys into bins, and sum its soft mask."""
+    piece = tl.program_id(0)
+    group = group_of(groups, piece)
+    floats = all_floats + group * FLOATS
+    ints = all_ints + group * INTS
     hard = tl.load(ints + HARD_DONE) == 0
     soft = False
     if SOFT:
         soft = (tl.load(ints + SOFT_DONE) == 0) & (tl.load(ints + WAITS) == 0)
     if hard | soft:
-        piece = tl.program_id(0)
-        address = tl.load(addresses + tl.load(table + 4 * piece))
-        start = tl.load(table + 4 * piece + 1)
-        length = tl.load(table + 4 * piece + 2)
+        which, start, length, _ = row_of(table, piece)
+        if tl.load(ints + SAMPLES) == 1:
+            length = tl.minimum(length, SAMPLE)
+        address = tl.load(addresses + which)
         factor = tl.load(factors + piece)
         mine = counts + tl.load(kinds + piece) * BINS
         low = tl.load(ints + LOW).to(tl.uint32)
@@ -125,16 +135,17 @@ def one_pass(
 
 @triton.jit
 def count_ties(
-    addresses, table, factors, floats, ints, above, ABS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
-):
+    addresses, table, groups, factors, floats, ints, above,
+    ABS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """How many entries of each piece equal the threshold, if only some of them fit."""
-    if tl.load(ints + TIES) != 0:
-        piece = tl.program_id(0)
-        address = tl.load(addresses + tl.load(table + 4 * piece))
-        start = tl.load(table + 4 * piece + 1)
-        length = tl.load(table + 4 * piece + 2)
+    piece = tl.program_id(0)
+    group = group_of(groups, piece)
+    if tl.load(ints + group * INTS + TIES) != 0:
+        which, start, length, _ = row_of(table, piece)
+        address = tl.load(addresses + which)
         factor = tl.load(factors + piece)
-        value = tl.load(floats + VALUE).to(tl.float32)
+        value = tl.load(floats + group * FLOATS + VALUE).to(tl.float32)
         found = tl.zeros((BLOCK,), tl.int32)
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
@@ -146,18 +157,23 @@ def count_ties(
 
 @triton.jit
 def cut_ties(
-    addresses, table, factors, floats, ints, above, costs, pieces,
+    addresses, table, limits, factors, all_floats, all_ints, above, costs,
     ABS: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The position of the first entry equal to the threshold that no longer fits."""
+    """The position, in every group, of the first entry equal to the threshold that no longer fits."""
+    group = tl.program_id(0)
+    floats = all_floats + group * FLOATS
+    ints = all_ints + group * INTS
     if tl.load(ints + TIES) != 0:
         room = tl.load(floats + ROOM)
         before = tl.full((), 0.0, tl.float64)
         at = tl.full((), -1, tl.int64)
         spent = tl.full((), 0.0, tl.float64)
-        for first in range(0, pieces, ROWS):
-            row = first + tl.arange(0, ROWS)
-            there = row < pieces
+        first = tl.load(limits + 6 * group)
+        last = tl.load(limits + 6 * group + 1)
+        for j in range(0, last - first, ROWS):
+            row = first + j + tl.arange(0, ROWS)
+            there = row < last
             tied = tl.load(above + row, mask=there, other=0).to(tl.float64)
             tied = tied * tl.load(costs + row, mask=there, other=0.0)
             upto = before + tl.cumsum(tied)
@@ -169,10 +185,8 @@ def cut_ties(
         if at >= 0:
             cost = tl.load(costs + at)
             fit = tl.floor((room - spent) / cost)
-            address = tl.load(addresses + tl.load(table + 4 * at))
-            start = tl.load(table + 4 * at + 1)
-            length = tl.load(table + 4 * at + 2)
-            position = tl.load(table + 4 * at + 3)
+            which, start, length, position = row_of(table, at)
+            address = tl.load(addresses + which)
             factor = tl.load(factors + at)
             value = tl.load(floats + VALUE).to(tl.float32)
             seen = tl.full((), 0, tl.int64)

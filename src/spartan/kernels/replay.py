@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import gc
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -33,7 +35,7 @@ class Replay:
     def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _nothing_collected():
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 launch()
@@ -41,3 +43,15 @@ class Replay:
                 graph.capture_end()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         return graph
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Without Python's garbage collector: a graph that it destroys during a capture spoils it."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,13 +18,16 @@ BINS = tl.constexpr(1 << 11)
 KEY_BITS = 32
 # Around the last threshold a pass first looks at 2²⁰ keys, ±6%: two passes to the exact one.
 WINDOW = tl.constexpr(1 << 19)
+# So many entries of each piece are looked at to guess a threshold that nothing is known of.
+SAMPLE = tl.constexpr(64)
 
-# The state of a top-k: floats …
+# The state of a top-k: floats, of which the host tells the first four …
 K = tl.constexpr(0)  # what may be kept, in cost, with the slack for rounding
 SOFT_K = tl.constexpr(1)  # the same without
 TOTAL = tl.constexpr(2)  # C, the cost of everything
-GOAL = tl.constexpr(3)  # logit(k/C)
-BETA = tl.constexpr(4)
+BETA = tl.constexpr(3)
+TOLD = 4
+GOAL = tl.constexpr(4)  # logit(k/C)
 ORIGIN = tl.constexpr(5)  # z = β(u − ORIGIN) + S
 S = tl.constexpr(6)
 LEAST = tl.constexpr(7)  # the root S lies between these
@@ -35,7 +39,7 @@ VALUE = tl.constexpr(12)  # the threshold
 COST = tl.constexpr(13)  # of what is kept
 ROOM = tl.constexpr(14)  # what is left for units equal to the threshold
 LAST_BETA = tl.constexpr(15)
-FLOATS = 16
+FLOATS = tl.constexpr(16)
 # … and integers.
 LOW = tl.constexpr(0)  # keys from LOW to HIGH are looked at, in bins of 2^SHIFT
 HIGH = tl.constexpr(1)
@@ -49,7 +53,24 @@ WAITS = tl.constexpr(8)  # the soft mask waits for the threshold, to start from 
 FRESH = tl.constexpr(9)  # the bracket of the root is not set yet
 JUMPED = tl.constexpr(10)  # the root was already sought at the threshold
 SOLVED = tl.constexpr(11)  # a top-k has been found before: start from it
-INTS = 12
+SAMPLES = tl.constexpr(12)  # 1: a pass looks at samples only; 2: they have told where to look
+INTS = tl.constexpr(13)
+
+
+@triton.jit
+def row_of(table, piece):
+    """Of a piece: its tensor, where it starts there, how long it is, and its position in its group."""
+    row = table + 4 * piece
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+
+
+@triton.jit
+def group_of(groups, piece):
+    """The group of a piece; with a single one there is no table."""
+    group = 0
+    if groups is not None:
+        group = tl.load(groups + piece)
+    return group
 
 
 @triton.jit
@@ -84,22 +105,22 @@ class State:
 
     floats: Tensor
     ints: Tensor
-    told: dict[int, float] = field(default_factory=dict)
+    told: list[float] = field(default_factory=list)
 
     @classmethod
     def new(cls, device: torch.device) -> State:
         """Nothing known yet."""
         return cls(
-            torch.zeros(FLOATS, dtype=torch.float64, device=device),
-            torch.zeros(INTS, dtype=torch.int64, device=device),
+            torch.zeros(FLOATS.value, dtype=torch.float64, device=device),
+            torch.zeros(INTS.value, dtype=torch.int64, device=device),
         )
 
-    def tell(self, k: float, with_slack: float, total: float, beta: float) -> None:
+    def tell(self, numbers: Sequence[float]) -> None:
         """Fill in what the host knows: a number is an argument of the launch, so that nothing waits."""
-        for place, number in ((SOFT_K, k), (K, with_slack), (TOTAL, total), (BETA, beta)):
-            if self.told.get(place.value) != number:
-                self.floats[place.value].fill_(number)
-                self.told[place.value] = number
+        for place, number in enumerate(numbers):
+            if not self.told or self.told[place] != number:
+                self.floats[place].fill_(number)
+        self.told = list(numbers)
 
     def clone(self) -> State:
         """A copy that stays as it is."""
@@ -116,7 +137,7 @@ class State:
 
     def set(self, threshold: Threshold, dual: Dual | None) -> None:
         """Go on from a solution that was saved."""
-        floats, ints = [0.0] * FLOATS, [0] * INTS
+        floats, ints = [0.0] * FLOATS.value, [0] * INTS.value
         floats[VALUE.value], floats[COST.value], ints[CUT.value] = (
             float(threshold.value),
             float(threshold.cost),
@@ -128,6 +149,46 @@ class State:
             floats[CENTER.value], floats[OFFSET.value] = dual.center, dual.offset
             floats[RESIDUAL.value], ints[PASSES.value] = dual.residual, dual.passes
         ints[SOLVED.value] = 1
-        self.told = {}
+        self.told = []
         self.floats.copy_(torch.tensor(floats, dtype=torch.float64))
         self.ints.copy_(torch.tensor(ints))
+
+
+class States:
+    """What is known of the top-k of every group, a row each."""
+
+    def __init__(self, groups: int, device: torch.device) -> None:
+        self.floats = torch.zeros(groups, FLOATS.value, dtype=torch.float64, device=device)
+        self.ints = torch.zeros(groups, INTS.value, dtype=torch.int64, device=device)
+        self.rows = [State(floats, ints) for floats, ints in zip(self.floats, self.ints, strict=True)]
+        self._room = torch.zeros(groups, TOLD, dtype=torch.float64, device=device)
+        self._before = self.floats.clone(), self.ints.clone()
+
+    def tell(self, numbers: dict[int, list[float]]) -> None:
+        """Fill in what the host knows of these groups: in one copy, since most of it changes with every step."""
+        if all(self.rows[g].told == new for g, new in numbers.items()):
+            return
+        if self.floats.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            for g, new in numbers.items():  # a graph would go on reading the host's memory
+                self.rows[g].tell(new)
+            return
+        table = torch.tensor(
+            [numbers.get(g) or row.told or [0.0] * TOLD for g, row in enumerate(self.rows)], dtype=torch.float64
+        )
+        if self.floats.device.type == "cuda":
+            table = table.pin_memory()  # from there the copy is queued, and the host goes on
+        self._room.copy_(table, non_blocking=True)
+        self.floats[:, :TOLD] = self._room
+        for g, new in numbers.items():
+            self.rows[g].told = list(new)
+
+    def remember(self) -> None:
+        """Keep what is known now, to go back to."""
+        for kept, now in zip(self._before, (self.floats, self.ints), strict=True):
+            kept.copy_(now)
+
+    def go_back(self, group: int) -> None:
+        """Know of a group what was known before."""
+        for kept, now in zip(self._before, (self.floats, self.ints), strict=True):
+            now[group].copy_(kept[group])
+        self.rows[group].told = []

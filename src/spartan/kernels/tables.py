@@ -16,7 +16,18 @@ class Pieces:
     """Tensors of given sizes cut into pieces of at most `length` entries, a multiple of `smallest`, in order of position.
 
     `table` has a row per piece: its tensor, where in that tensor it starts, how long it is, and its position among all
-    entries. `costs` and `factors` repeat what is given per tensor; `kinds` tells which of the different `prices` it has.
+    entries of its group. `groups` tells which group that is, where there are several; `costs` and `factors` repeat what
+    is given per tensor, `kinds` tells which of the different `prices` it has. `limits` has a row per group: its pieces,
+    its prices and its tensors, each from the first to the one past the last.
+
+    Args:
+        sizes: entries of each tensor.
+        costs: cost of an entry of each.
+        factors: u = factor · |x| of each.
+        device: where the tables are to lie.
+        smallest: entries that a piece has at least, but for the last of a tensor.
+        owners: the group of each tensor, in order; None for a single one.
+        groups: how many there are.
     """
 
     def __init__(
@@ -26,22 +37,37 @@ class Pieces:
         factors: Sequence[float],
         device: torch.device,
         smallest: int = SMALLEST,
+        owners: Sequence[int] | None = None,
+        groups: int = 1,
     ) -> None:
+        owners = [0] * len(sizes) if owners is None else owners
         self.total = sum(sizes)
         length = smallest
         while length * MOST < self.total:
             length *= 2
-        rows, position = [], 0
-        for tensor, size in enumerate(sizes):
-            rows += [(tensor, start, min(length, size - start), position + start) for start in range(0, size, length)]
-            position += size
-        self.count, self.length = len(rows), length
+        rows: list[tuple[int, int, int, int]] = []
+        kinds: list[int] = []
+        prices: list[float] = []
+        limits: list[tuple[int, ...]] = []
+        for group in range(groups):
+            mine, position = [i for i, owner in enumerate(owners) if owner == group], 0
+            own_prices, first, first_kind = sorted({costs[i] for i in mine}), len(rows), len(prices)
+            for i in mine:
+                starts = range(0, sizes[i], length)
+                rows += [(i, start, min(length, sizes[i] - start), position + start) for start in starts]
+                kinds += [first_kind + own_prices.index(costs[i])] * len(starts)
+                position += sizes[i]
+            prices += own_prices
+            tensors = (mine[0], mine[-1] + 1) if mine else (0, 0)
+            limits.append((first, len(rows), first_kind, len(prices), *tensors))
+        self.count, self.length, which = len(rows), length, [row[0] for row in rows]
         self.table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).to(device)
-        which = [row[0] for row in rows]
+        of = torch.tensor([owners[i] for i in which], dtype=torch.int32)
+        self.groups = of.to(device) if groups > 1 else None  # nothing to look up
+        self.limits = torch.tensor(limits, dtype=torch.int64).to(device)
         self.costs = torch.tensor([costs[i] for i in which], dtype=torch.float64).to(device)
-        prices = sorted(set(costs))
         self.prices = torch.tensor(prices, dtype=torch.float64).to(device)
-        self.kinds = torch.tensor([prices.index(costs[i]) for i in which], dtype=torch.int32).to(device)
+        self.kinds = torch.tensor(kinds, dtype=torch.int32).to(device)
         self.factors = torch.tensor([factors[i] for i in which], dtype=torch.float32).to(device)
 
 

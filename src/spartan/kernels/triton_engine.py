@@ -1,9 +1,9 @@
-"""The kernels of one group: its top-k, its weights and its gradients, launched without waiting for the device."""
+"""The kernels of groups: their top-k, their weights and their gradients, launched without waiting for the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,17 +11,20 @@ from torch import Tensor
 from spartan.kernels import gradient, weights
 from spartan.kernels.engine import Engine
 from spartan.kernels.replay import Replay
-from spartan.kernels.state import State
+from spartan.kernels.state import State, States
 from spartan.kernels.tables import Addresses, Pieces
 from spartan.kernels.topk import DTYPES, TopK
 from spartan.ops.select import Threshold
 from spartan.ops.soft_topk import Dual
 
+if TYPE_CHECKING:
+    from spartan.kernels.team import Team, Together
+
 FINE = torch.iinfo(torch.int32).max  # a flag that names no tensor
 
 
 class Launcher:
-    """Launches kernels over the parameters of a group and their gradients.
+    """Launches kernels over parameters and their gradients; None stands for one that is left alone.
 
     Args:
         parameters: the model's tensors.
@@ -30,14 +33,24 @@ class Launcher:
         first: the number of the first tensor there.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], pieces: Pieces, bad: Tensor, first: int) -> None:
-        device = parameters[0].device
+    together: Together | None = None  # who launches for this group and others at once
+
+    def __init__(self, parameters: Sequence[Tensor | None], pieces: Pieces, bad: Tensor, first: int) -> None:
         self.parameters, self.pieces, self.bad, self.first = list(parameters), pieces, bad, first
-        self._to_parameters, self._to_grads = Addresses(device), Addresses(device)
-        self._replay = Replay(device)
+        self.dtype = next(p.dtype for p in parameters if p is not None)
+        self._to_parameters, self._to_grads = Addresses(bad.device), Addresses(bad.device)
+        self._replay = Replay(bad.device)
 
     def check(self, grads: Sequence[Tensor | None]) -> None:
         """Name the first gradient that is not finite, and take them all away if there is one."""
+        self._do(Launcher._check, grads)
+
+    def _do(self, what: Callable[..., None], tensors: Sequence[Tensor | None], *how: Any) -> None:
+        """Launch something over these tensors, now or together with others."""
+        if self.together is None or not self.together.leave(self.first, what, tensors, *how):
+            what(self, tensors, *how)
+
+    def _check(self, grads: Sequence[Tensor | None]) -> None:
         grad_type, table = self._kinds(grads)["GRAD"], self.pieces.table
         to_grads = self._to_grads.of(grads)
 
@@ -47,23 +60,102 @@ class Launcher:
 
         self._replay(("check", grad_type), launch)
 
-    def _run(self, kernel: Any, *arguments: Any, **kinds: Any) -> None:
-        kernel[(self.pieces.count,)](*arguments, BLOCK=2048, num_warps=8, **kinds)
+    def _run(self, kernel: Any, *arguments: Any, pieces: Pieces | None = None, **kinds: Any) -> None:
+        kernel[((pieces or self.pieces).count,)](*arguments, BLOCK=2048, num_warps=8, **kinds)
 
-    def _weights(self, key: Any, launch: Callable[[], None]) -> None:
+    def _weights(
+        self, key: Any, launch: Callable[[], None], parameters: Sequence[Tensor | None] | None = None
+    ) -> None:  # fmt: skip
         self._replay(key, launch)
-        torch.autograd.graph.increment_version(self.parameters)  # they were written behind torch's back
+        written = [p for p in (self.parameters if parameters is None else parameters) if p is not None]
+        torch.autograd.graph.increment_version(written)  # behind torch's back
 
     @property
     def _dtype(self) -> Any:
-        return DTYPES[self.parameters[0].dtype]
+        return DTYPES[self.dtype]
 
     def _kinds(self, grads: Sequence[Tensor | None]) -> dict[str, Any]:
         return {"GRAD": next((DTYPES[g.dtype] for g in grads if g is not None), self._dtype), "DTYPE": self._dtype}
 
 
-class TritonEngine(Launcher, Engine):
-    """Launches the kernels of one group of single weights.
+class Kernels(Launcher):
+    """Launches the kernels of single weights, of one group or of many at once.
+
+    Args:
+        parameters: the model's tensors.
+        thetas: the dense weights of each, with the same strides.
+        pieces, bad, first: as for `Launcher`.
+        out: two numbers a group that the gradients leave: a₁/a₂, and how far the mask is from its budget.
+    """
+
+    topk: TopK
+    state: State | States
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor | None],
+        thetas: Sequence[Tensor | None],
+        pieces: Pieces,
+        bad: Tensor,
+        first: int,
+        out: Tensor,
+    ) -> None:
+        super().__init__(parameters, pieces, bad, first)
+        self.thetas, self.out = list(thetas), out
+        self.masks: list[Tensor | None] = [None] * len(self.parameters)  # that a method stores
+        self._to_thetas, self._to_masks = Addresses(bad.device), Addresses(bad.device)
+
+    def _put(self, parameters: Sequence[Tensor | None]) -> None:
+        to, of = self._to_parameters.of(parameters), self._to_thetas.of(self.thetas)
+        launch = lambda: self._run(weights.put, to, of, self.pieces.table, DTYPE=self._dtype)  # noqa: E731
+        self._weights("put", launch, parameters)
+
+    def _take(self, parameters: Sequence[Tensor | None]) -> None:
+        of, to = self._to_parameters.of(parameters), self._to_thetas.of(self.thetas)
+        tables = of, to, self.pieces.table, self.bad, self.first
+        self._replay("take", lambda: self._run(weights.take, *tables, FINE=FINE, DTYPE=self._dtype))
+
+    def _project(self, parameters: Sequence[Tensor | None], soft: bool) -> None:
+        to, of, p = self._to_parameters.of(parameters), self._to_thetas.of(self.thetas), self.topk.pieces
+        tables = to, of, p.table, p.groups, p.factors, self.state.floats, self.state.ints
+        launch = lambda: self._run(weights.project, *tables, pieces=p, SOFT=soft, DTYPE=self._dtype)  # noqa: E731
+        self._weights(("project", soft), launch, parameters)
+
+    def _through_mask(self, grads: Sequence[Tensor | None]) -> None:
+        p, kinds = self.topk.pieces, self._kinds(grads)
+        tables = self._to_grads.of(grads), self._to_thetas.of(self.thetas), p.table, p.groups, p.factors
+        floats, sums = self.state.floats, self.topk.sums
+
+        def launch() -> None:
+            self._run(gradient.pull, *tables, floats, sums, pieces=p, **kinds)
+            each = tables[0], p.limits, sums, p.costs, floats, self.out
+            gradient.ratios[(len(self.topk.sizes),)](*each, ROWS=512, num_warps=8)
+            self._run(gradient.through_mask, *tables, p.costs, floats, self.out, pieces=p, **kinds)
+
+        self._replay(("through_mask", kinds["GRAD"]), launch)
+
+    def _where_kept(self, grads: Sequence[Tensor | None]) -> None:
+        p, kinds = self.topk.pieces, self._kinds(grads)
+        tables = self._to_grads.of(grads), self._to_thetas.of(self.thetas), p.table, p.groups, p.factors
+        state = self.state.floats, self.state.ints
+        launch = lambda: self._run(gradient.where_kept, *tables, *state, pieces=p, **kinds)  # noqa: E731
+        self._replay(("where_kept", kinds["GRAD"]), launch)
+
+    def _project_stored(self, parameters: Sequence[Tensor | None]) -> None:
+        to, of = self._to_parameters.of(parameters), self._to_thetas.of(self.thetas)
+        tables = to, of, self._to_masks.of(self.masks), self.pieces.table
+        launch = lambda: self._run(weights.project_stored, *tables, DTYPE=self._dtype)  # noqa: E731
+        self._weights("project stored", launch, parameters)
+
+    def _where_stored(self, grads: Sequence[Tensor | None]) -> None:
+        grad_type = self._kinds(grads)["GRAD"]
+        tables = self._to_grads.of(grads), self._to_masks.of(self.masks), self.pieces.table
+        launch = lambda: self._run(gradient.where_stored, *tables, GRAD=grad_type)  # noqa: E731
+        self._replay(("where stored", grad_type), launch)
+
+
+class TritonEngine(Kernels, Engine):
+    """The kernels of one group of single weights.
 
     Args:
         parameters: the model's tensors.
@@ -76,7 +168,11 @@ class TritonEngine(Launcher, Engine):
     """
 
     ranks_anything = True
-    topk: TopK
+    joins = True
+    thetas: list[Tensor]  # type: ignore[assignment]
+    state: State
+    team: Team | None = None  # who solves for this group and others at once
+    number = 0  # the group's, there
 
     def __init__(
         self,
@@ -88,11 +184,10 @@ class TritonEngine(Launcher, Engine):
         first: int,
         out: Tensor,
     ) -> None:
-        device = thetas[0].device
-        super().__init__(parameters, Pieces([t.numel() for t in thetas], costs, factors, device), bad, first)
-        self.thetas, self.out = list(thetas), out
-        self.state = State.new(device)
-        self._to_thetas = Addresses(device)
+        pieces = Pieces([t.numel() for t in thetas], costs, factors, thetas[0].device)
+        super().__init__(parameters, thetas, pieces, bad, first, out)
+        self.costs, self.factors = list(costs), list(factors)
+        self.state = State.new(thetas[0].device)
         self._cold = True
         self._prepare(costs, factors)
 
@@ -109,7 +204,8 @@ class TritonEngine(Launcher, Engine):
 
     def choose(self, k: float, beta: float | None) -> tuple[Threshold, Dual | None]:
         """The threshold of the k largest weights, and with a β the soft mask."""
-        self.topk.solve(self._values(), self.state, k, beta, self._cold)
+        if self.team is None or not self.team.knows(self, k, beta):
+            self.topk.solve(self._values(), self.state, k, beta, self._cold)
         self._cold = False
         return self.state.threshold(), None if beta is None else self.state.dual(beta)
 
@@ -124,43 +220,54 @@ class TritonEngine(Launcher, Engine):
         self._cold = False
         return self.state.threshold(), None if dual is None else self.state.dual(dual.beta)
 
-    # ------------------------------------------------------------------ weights
+    @property
+    def cold(self) -> bool:
+        """Whether there is no solution to start from."""
+        return self._cold
+
+    # ------------------------------------------------------------------ weights and gradients
 
     def put(self) -> None:
         """θ into the parameters."""
-        to, of = self._to_parameters.of(self.parameters), self._to_thetas.of(self.thetas)
-        self._weights("put", lambda: self._run(weights.put, to, of, self.pieces.table, DTYPE=self._dtype))
+        self._do(Kernels._put, self.parameters)
 
     def take(self) -> None:
         """θ from the parameters, unless a gradient was not finite; entries that are not finite stay as they were."""
-        of, to = self._to_parameters.of(self.parameters), self._to_thetas.of(self.thetas)
-        tables = of, to, self.pieces.table, self.bad, self.first
-        self._replay("take", lambda: self._run(weights.take, *tables, FINE=FINE, DTYPE=self._dtype))
+        self._do(Kernels._take, self.parameters)
 
     def project(self, soft: bool) -> None:
         """w = [kept] ⊙ θ, or [kept] ⊙ m ⊙ θ, into the parameters."""
-        to, of, p = self._to_parameters.of(self.parameters), self._to_thetas.of(self.thetas), self.pieces
-        tables = to, of, p.table, p.factors, self.state.floats, self.state.ints
-        self._weights(("project", soft), lambda: self._run(weights.project, *tables, SOFT=soft, DTYPE=self._dtype))
-
-    # ------------------------------------------------------------------ gradients
+        self._do(Kernels._project, self.parameters, soft)
 
     def through_mask(self, grads: Sequence[Tensor | None]) -> None:
         """Through the soft mask, in place."""
-        p, kinds = self.pieces, self._kinds(grads)
-        tables = self._to_grads.of(grads), self._to_thetas.of(self.thetas), p.table, p.factors
-        floats, sums = self.state.floats, self.topk.sums
-
-        def launch() -> None:
-            self._run(gradient.pull, *tables, floats, sums, **kinds)
-            gradient.ratio[(1,)](sums, p.costs, p.count, floats, self.out, ROWS=512, num_warps=8)
-            self._run(gradient.through_mask, *tables, p.costs, floats, self.out, **kinds)
-
-        self._replay(("through_mask", kinds["GRAD"]), launch)
+        self._do(Kernels._through_mask, grads)
 
     def where_kept(self, grads: Sequence[Tensor | None]) -> None:
         """Zero where not kept, in place."""
-        p, kinds = self.pieces, self._kinds(grads)
-        tables = self._to_grads.of(grads), self._to_thetas.of(self.thetas), p.table, p.factors
-        state = self.state.floats, self.state.ints
-        self._replay(("where_kept", kinds["GRAD"]), lambda: self._run(gradient.where_kept, *tables, *state, **kinds))
+        self._do(Kernels._where_kept, grads)
+
+    def project_stored(self, masks: Sequence[Tensor]) -> bool:
+        """w = [kept] ⊙ θ into the parameters, from masks of bools as methods keep them; False where it cannot."""
+        able = self._store(masks)
+        if able:
+            self._do(Kernels._project_stored, self.parameters)
+        return able
+
+    def where_stored(self, grads: Sequence[Tensor | None], masks: Sequence[Tensor]) -> bool:
+        """Gradients zero where such masks are, in place; False where it cannot."""
+        able = self._store(masks)
+        if able:
+            self._do(Kernels._where_stored, grads)
+        return able
+
+    def _store(self, masks: Sequence[Tensor]) -> bool:
+        """Whether these are masks of single weights, one tensor over all or one each; then they are the ones to use."""
+        if type(self) is not TritonEngine or not all(m.dtype == torch.bool and m.is_contiguous() for m in masks):
+            return False
+        sizes = [t.numel() for t in self.thetas]
+        each = masks[0].view(-1).split(sizes) if len(masks) == 1 else masks
+        self.masks = list(each)
+        if self.team is not None:
+            self.team.masks[self.first : self.first + len(sizes)] = each
+        return True

@@ -1,8 +1,10 @@
 """Blocks, rows and columns: what every unit is worth, and its mask at all its places, for all targets in one launch.
 
-A target is a matrix in row-major order. A program takes a few units that follow one another, as a tile of U units by W
-of their columns, and goes down their rows; what belongs to a unit is read once for all its entries. `shapes` has a row
-per target: the rows of a unit, the units across, the columns of a unit, and the columns of the matrix.
+A target is a matrix without gaps in its memory. A program takes a few units that follow one another, as a tile of U units
+by W of their columns, and goes down their rows; what belongs to a unit is read once for all its entries. `shapes` has a
+row per target: the rows of a unit, the units across, the columns of a unit, the step in memory from one row to the next,
+and where its columns begin in `columns`, which tells where in a row each of them lies. With INLINE that is not read: rows
+lie in order. All of these are 32 bits wide, and so are places: a target has fewer than 2³¹ entries.
 """
 
 from __future__ import annotations
@@ -17,24 +19,29 @@ from spartan.kernels.weights import mask_of
 
 @triton.jit
 def corner_of(unit, shape):
-    """Where the first entry of a unit lies."""
-    across = tl.load(shape + 1).to(tl.int32)
+    """Where the rows of a unit begin, and its first column."""
+    across = tl.load(shape + 1)
     q = unit.to(tl.int32)  # a division in 64 bits takes many times as long
     down = q // across
     right = q - down * across
-    return down.to(tl.int64) * tl.load(shape) * tl.load(shape + 3) + right * tl.load(shape + 2)
+    return down * tl.load(shape) * tl.load(shape + 3), right * tl.load(shape + 2)
 
 
 @triton.jit
-def tile_of(corner, there, r, j, w, columns, W: tl.constexpr):
-    """Places of the entries in row r of some units, from column j on, and which of them there are."""
+def tile_of(corner, first, there, j, shape, columns, INLINE: tl.constexpr, W: tl.constexpr):
+    """Places of the entries in the first row of some units, from column j on, and which of them there are."""
     column = j + tl.arange(0, W)
-    return corner[:, None] + r * columns + column[None, :], there[:, None] & (column < w)[None, :]
+    inside = there[:, None] & (column < tl.load(shape + 2))[None, :]
+    at = first[:, None] + column[None, :]
+    if not INLINE:
+        at = tl.load(columns + tl.load(shape + 4) + at, mask=inside, other=0)
+    return corner[:, None] + at, inside
 
 
 @triton.jit
 def sum_units(
-    thetas, table, shapes, factors, units, DTYPE: tl.constexpr, U: tl.constexpr, W: tl.constexpr
+    thetas, table, shapes, columns, factors, units,
+    DTYPE: tl.constexpr, INLINE: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """u = factor · Σ|θ| of every unit."""
     piece = tl.program_id(0)
@@ -44,26 +51,27 @@ def sum_units(
     position = tl.load(table + 4 * piece + 3)
     factor = tl.load(factors + piece)
     theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE))
-    shape = shapes + 4 * which
+    shape = shapes + 5 * which
     h = tl.load(shape)
     w = tl.load(shape + 2)
-    columns = tl.load(shape + 3)
+    stride = tl.load(shape + 3)
     for i in range(0, length, U):
         unit = i + tl.arange(0, U)
         there = unit < length
-        corner = corner_of(start + unit, shape)
+        corner, first = corner_of(start + unit, shape)
         found = tl.zeros((U, W), tl.float32)
-        for r in range(0, h):
-            for j in range(0, w, W):
-                at, inside = tile_of(corner, there, r, j, w, columns, W)
+        for j in range(0, w, W):
+            top, inside = tile_of(corner, first, there, j, shape, columns, INLINE, W)
+            for r in range(0, h):
+                at = top + r * stride
                 found += tl.abs(tl.load(theta_at + at, mask=inside, other=0.0).to(tl.float32))
         tl.store(units + position + unit, tl.sum(found, 1) * factor, mask=there)
 
 
 @triton.jit
 def project(
-    parameters, thetas, table, shapes, units, floats, ints,
-    SOFT: tl.constexpr, DTYPE: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
+    parameters, thetas, table, shapes, columns, units, floats, ints,
+    SOFT: tl.constexpr, DTYPE: tl.constexpr, INLINE: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """w = [kept] ⊙ θ, with SOFT [kept] ⊙ m ⊙ θ, into the parameters; exactly +0.0 where not kept."""
     piece = tl.program_id(0)
@@ -73,22 +81,23 @@ def project(
     position = tl.load(table + 4 * piece + 3)
     theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE))
     parameter_at = tl.load(parameters + which).to(tl.pointer_type(DTYPE))
-    shape = shapes + 4 * which
+    shape = shapes + 5 * which
     h = tl.load(shape)
     w = tl.load(shape + 2)
-    columns = tl.load(shape + 3)
+    stride = tl.load(shape + 3)
     value = tl.load(floats + VALUE).to(tl.float32)
     cut = tl.load(ints + CUT) - position
     for i in range(0, length, U):
         unit = i + tl.arange(0, U)
         there = unit < length
-        corner = corner_of(start + unit, shape)
+        corner, first = corner_of(start + unit, shape)
         u = tl.load(units + position + unit, mask=there, other=0.0)
         kept = ((u > value) | ((u == value) & (unit < cut)))[:, None]
         m = mask_of(u, floats).to(DTYPE).to(tl.float32)[:, None]
-        for r in range(0, h):
-            for j in range(0, w, W):
-                at, inside = tile_of(corner, there, r, j, w, columns, W)
+        for j in range(0, w, W):
+            top, inside = tile_of(corner, first, there, j, shape, columns, INLINE, W)
+            for r in range(0, h):
+                at = top + r * stride
                 x = tl.load(theta_at + at, mask=inside & kept, other=0.0).to(tl.float32)
                 if SOFT:
                     x = x * m
@@ -97,8 +106,8 @@ def project(
 
 @triton.jit
 def pull(
-    grads, thetas, table, shapes, units, pulls, floats, sums,
-    GRAD: tl.constexpr, DTYPE: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
+    grads, thetas, table, shapes, columns, units, pulls, floats, sums,
+    GRAD: tl.constexpr, DTYPE: tl.constexpr, INLINE: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """G = Σ g·θ of every unit; and of each piece Σ G·m(1−m), Σ m(1−m) and Σ m."""
     piece = tl.program_id(0)
@@ -109,22 +118,23 @@ def pull(
     theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE))
     grad = tl.load(grads + which)
     grad_at = grad.to(tl.pointer_type(GRAD))
-    shape = shapes + 4 * which
+    shape = shapes + 5 * which
     h = tl.load(shape)
     w = tl.load(shape + 2)
-    columns = tl.load(shape + 3)
+    stride = tl.load(shape + 3)
     a1 = tl.zeros((U,), tl.float32)
     a2 = tl.zeros((U,), tl.float32)
     f = tl.zeros((U,), tl.float32)
     for i in range(0, length, U):
         unit = i + tl.arange(0, U)
         there = unit < length
-        corner = corner_of(start + unit, shape)
+        corner, first = corner_of(start + unit, shape)
         found = tl.zeros((U, W), tl.float32)
         if grad != 0:
-            for r in range(0, h):
-                for j in range(0, w, W):
-                    at, inside = tile_of(corner, there, r, j, w, columns, W)
+            for j in range(0, w, W):
+                top, inside = tile_of(corner, first, there, j, shape, columns, INLINE, W)
+                for r in range(0, h):
+                    at = top + r * stride
                     theta = tl.load(theta_at + at, mask=inside, other=0.0).to(tl.float32)
                     found += tl.load(grad_at + at, mask=inside, other=0.0).to(tl.float32) * theta
         pulled = tl.sum(found, 1)
@@ -144,8 +154,8 @@ def pull(
 
 @triton.jit
 def through_mask(
-    grads, thetas, table, shapes, factors, costs, units, pulls, floats, out,
-    GRAD: tl.constexpr, DTYPE: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
+    grads, thetas, table, shapes, columns, factors, costs, units, pulls, floats, out,
+    GRAD: tl.constexpr, DTYPE: tl.constexpr, INLINE: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """∂L/∂θ = m·g + sign(θ)·(∂u/∂|θ|)·βm(1−m)·(G − c·a₁/a₂)."""
     piece = tl.program_id(0)
@@ -159,21 +169,22 @@ def through_mask(
         scale = tl.load(floats + BETA).to(tl.float32) * tl.load(factors + piece)
         theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE))
         grad_at = grad.to(tl.pointer_type(GRAD))
-        shape = shapes + 4 * which
+        shape = shapes + 5 * which
         h = tl.load(shape)
         w = tl.load(shape + 2)
-        columns = tl.load(shape + 3)
+        stride = tl.load(shape + 3)
         for i in range(0, length, U):
             unit = i + tl.arange(0, U)
             there = unit < length
-            corner = corner_of(start + unit, shape)
+            corner, first = corner_of(start + unit, shape)
             m = mask_of(tl.load(units + position + unit, mask=there, other=0.0), floats)
             pulled = tl.load(pulls + position + unit, mask=there, other=0.0)
             moved = (scale * (m - m * m) * (pulled - back))[:, None]
             mask = m[:, None]
-            for r in range(0, h):
-                for j in range(0, w, W):
-                    at, inside = tile_of(corner, there, r, j, w, columns, W)
+            for j in range(0, w, W):
+                top, inside = tile_of(corner, first, there, j, shape, columns, INLINE, W)
+                for r in range(0, h):
+                    at = top + r * stride
                     theta = tl.load(theta_at + at, mask=inside, other=0.0).to(tl.float32)
                     g = tl.load(grad_at + at, mask=inside, other=0.0).to(tl.float32)
                     sign = tl.where(theta > 0.0, 1.0, tl.where(theta < 0.0, -1.0, 0.0))
@@ -182,7 +193,8 @@ def through_mask(
 
 @triton.jit
 def where_kept(
-    grads, table, shapes, units, floats, ints, GRAD: tl.constexpr, U: tl.constexpr, W: tl.constexpr
+    grads, table, shapes, columns, units, floats, ints,
+    GRAD: tl.constexpr, INLINE: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """∂L/∂θ = [kept] ⊙ g: zeros are written, the rest is left alone."""
     piece = tl.program_id(0)
@@ -193,20 +205,21 @@ def where_kept(
         length = tl.load(table + 4 * piece + 2)
         position = tl.load(table + 4 * piece + 3)
         grad_at = grad.to(tl.pointer_type(GRAD))
-        shape = shapes + 4 * which
+        shape = shapes + 5 * which
         h = tl.load(shape)
         w = tl.load(shape + 2)
-        columns = tl.load(shape + 3)
+        stride = tl.load(shape + 3)
         value = tl.load(floats + VALUE).to(tl.float32)
         cut = tl.load(ints + CUT) - position
         nothing = tl.zeros((U, W), GRAD)
         for i in range(0, length, U):
             unit = i + tl.arange(0, U)
             there = unit < length
-            corner = corner_of(start + unit, shape)
+            corner, first = corner_of(start + unit, shape)
             u = tl.load(units + position + unit, mask=there, other=0.0)
             gone = there & (((u > value) | ((u == value) & (unit < cut))) == 0)
-            for r in range(0, h):
-                for j in range(0, w, W):
-                    at, inside = tile_of(corner, gone, r, j, w, columns, W)
+            for j in range(0, w, W):
+                top, inside = tile_of(corner, first, gone, j, shape, columns, INLINE, W)
+                for r in range(0, h):
+                    at = top + r * stride
                     tl.store(grad_at + at, nothing, mask=inside)

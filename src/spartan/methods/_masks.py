@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from spartan.groups import Group
 from spartan.methods.base import Method, generator, masked, masked_gradients
 from spartan.ops.select import Threshold
 from spartan.schedules import Moment
+
+if TYPE_CHECKING:
+    from spartan.kernels.engine import Engine
 
 # What units cost together: a number, or one that is still on the device.
 Spent = float | Tensor
@@ -48,6 +52,16 @@ class StoredMasks(Method):
         """w = [kept] ⊙ θ."""
         keep = group.expand(self.keep(group, thetas))
         return [masked(theta, kept) for theta, kept in zip(thetas, keep, strict=True)]
+
+    def write_fast(self, group: Group, thetas: Sequence[Tensor], engine: Engine) -> bool:
+        """[kept] ⊙ θ."""
+        return engine.project_stored(self.keep(group, thetas))
+
+    def transform_fast(
+        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], engine: Engine
+    ) -> bool:
+        """[kept] ⊙ g."""
+        return engine.where_stored(grads, self.keep(group, thetas))
 
     def gradient(
         self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment

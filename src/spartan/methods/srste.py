@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from spartan.groups import Group
 from spartan.methods.base import Method, masked, straight_through
 from spartan.methods.registry import register
 from spartan.schedules import Moment
+
+if TYPE_CHECKING:
+    from spartan.kernels.engine import Engine
 
 
 @register
@@ -69,6 +73,11 @@ class SRSTE(Method):
         """M ⊙ θ, straight through."""
         keep = group.expand(self.keep(group, thetas))
         return [straight_through(theta, masked(theta, kept)) for theta, kept in zip(thetas, keep, strict=True)]
+
+    def write_fast(self, group: Group, thetas: Sequence[Tensor], engine: Engine) -> bool:
+        """M ⊙ θ."""
+        engine.project(soft=False)
+        return True
 
     def penalty(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
         """λ · (1 − M) ⊙ θ."""

@@ -42,6 +42,10 @@ class RowThreshold(Threshold):
         """How many of each row: `cut`, which the host always knows here."""
         return int(self.cut)
 
+    def host(self) -> RowThreshold:
+        """Itself: the host knows it."""
+        return self
+
     def keep(self, u: Tensor, start: int = 0) -> Tensor:
         """Bool per unit."""
         return top(u.reshape(-1, self.m), self.n).reshape(-1)

@@ -66,15 +66,19 @@ def moments(parts: Parts, beta: float, center: float, offset: float) -> tuple[fl
     """F = Σ c m and D = Σ c m(1−m) in one pass over the units."""
     upcast = numel(parts) <= SMALL
     f = s = 0.0
+    mine: Tensor | float = 0.0
     for part in parts:
         for u, c in chunks(part):
             m = Dual(beta, center, offset).mask(u.double() if upcast else u)
             price, weighted = (1.0, m * c) if isinstance(c, Tensor) else (c, m)
-            sums = weighted.sum(dtype=torch.float64), torch.dot(weighted, m.to(weighted.dtype)).double()
-            one, two = torch.stack(sums).tolist()  # one look at the device
-            f, s = f + price * one, s + price * two
-    if isinstance(parts, Spread):
-        f, s = parts.ranks.sum(torch.tensor([f, s], dtype=torch.float64, device=parts[0].u.device)).tolist()
+            sums = torch.stack((weighted.sum(dtype=torch.float64), torch.dot(weighted, m.to(weighted.dtype)).double()))
+            if isinstance(parts, Spread):
+                mine = mine + price * sums
+            else:
+                one, two = sums.tolist()  # one look at the device
+                f, s = f + price * one, s + price * two
+    if isinstance(parts, Spread) and isinstance(mine, Tensor):
+        f, s = parts.ranks.sum_told(mine, late=True)  # all groups begin with Newton's steps together
     return f, f - s
 
 
@@ -97,7 +101,10 @@ def solve(
     total = total_cost(parts)
     k = check_budget(k, total)
     goal = logit(k / total)
-    low, high = extrema(parts)
+    if isinstance(parts, Spread) and math.isinf(goal):
+        return Dual(beta, 0.0, goal)  # without a word to the others
+    known = start.ends if isinstance(start, Boundary) else None
+    low, high = extrema(parts) if known is None else known
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError("NaN or infinite values have no soft top-k mask")
     if math.isinf(goal) or beta == 0 or low == high:
@@ -117,9 +124,13 @@ def solve(
         best = Dual(beta, center, offset, residual=residual) if residual < best.residual else best
         best = replace(best, passes=passes)
         least, most = (least, s) if f > k else (s, most)
-        s = _newton(s, f, d, total, goal)
+        last, s = s, _newton(s, f, d, total, goal)
         if not least < s < most:
             s = 0.5 * (least + most)
+        elif isinstance(parts, Spread) and residual > tol and 1.5 * (s - last) ** 2 <= tol:
+            # |ΔF|/k is at most 1.5 times the square of Newton's step: no round of sums just to see it.
+            center, offset = _split(origin, s, beta, center, parts[0].u.dtype)
+            return Dual(beta, center, offset, passes=passes, residual=1.5 * (s - last) ** 2)
         if residual <= tol or not least < s < most:  # the latter: the bracket is down to neighbouring numbers
             break
     return best

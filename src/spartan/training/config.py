@@ -114,7 +114,7 @@ class Config:
     # compile the model; on a GPU, elsewhere it runs eagerly
     compile: bool = False
     channels_last: bool = False
-    # several processes (torchrun): ddp, each holds the whole model; fsdp2 is refused so far
+    # several processes (torchrun): ddp, each holds the whole model; fsdp2, each holds a part of every weight
     parallel: Literal["ddp", "fsdp2"] = "ddp"
     # several processes: batch norm over the whole batch rather than each process's part; on GPUs
     sync_bn: bool = False
@@ -123,6 +123,8 @@ class Config:
     # epochs between checkpoints, and steps between them (0: epochs only)
     checkpoint_epochs: int = 1
     checkpoint_steps: int = 0
+    # fsdp2: training goes on while a checkpoint is written
+    checkpoint_async: bool = False
 
     def __post_init__(self) -> None:
         _check_ranges(self)
@@ -155,6 +157,8 @@ def _check_ranges(c: Config) -> None:
         raise RecipeError(f"label_smoothing: {c.label_smoothing} must be below 1")
     if c.clip is not None and not c.clip > 0:
         raise RecipeError(f"clip: {c.clip} is no gradient norm; it must be positive, or null for none")
+    if c.checkpoint_async and c.parallel != "fsdp2":
+        raise RecipeError(f"checkpoint_async: it needs parallel: fsdp2, not {c.parallel}; set it to false")
     if c.micro_batch is not None and (c.micro_batch < 1 or c.batch_size % c.micro_batch):
         raise RecipeError(f"micro_batch: {c.micro_batch} must divide batch_size {c.batch_size}")
 

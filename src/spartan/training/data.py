@@ -51,6 +51,17 @@ class Data(ABC):
         """Micro-batches in an epoch, of all processes together; an incomplete last batch is dropped."""
         return self.train_size // self.config.batch_size * (self.config.batch_size // self.micro)
 
+    @property
+    def test_batches(self) -> int:
+        """Batches in `test()` of the process that has the most images."""
+        most = -(-self.test_size // self.us.world)
+        return -(-most // self.test_micro)
+
+    @property
+    @abstractmethod
+    def test_micro(self) -> int:
+        """Test images per forward pass of one process."""
+
     @abstractmethod
     def train(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """This process's micro-batches of an epoch, from its number `start` on."""

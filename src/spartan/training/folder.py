@@ -8,13 +8,14 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 import spartan
 from spartan.training.checkpoint import write_atomically
@@ -59,12 +60,12 @@ def locked(out: Path) -> Iterator[None]:
         yield
 
 
-def recipe_of(out: Path) -> Config:
-    """The recipe a run was started with."""
+def recipe_of(out: Path, sets: Sequence[str] = ()) -> Config:
+    """The recipe a run was started with, and settings that say where and how it is done from now on."""
     path = out / "recipe.yaml"
     if not path.is_file():
         raise RecipeError(f"{out} is not a run folder: it has no recipe.yaml")
-    return load_recipe(path)
+    return load_recipe(path, sets)
 
 
 def environment(device: torch.device, command: list[str]) -> dict[str, Any]:
@@ -100,13 +101,14 @@ def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any
     """The final model, the masks and, last of all, the summary: a run with a summary is finished."""
     import numpy as np
 
-    model, sparsifier = trainer.model, trainer.sparsifier  # every process ends its sparsifier, the first one writes
+    sparsifier = trainer.sparsifier  # every process ends its own and gives what it holds of the model; the first writes
     layers = [vars(layer) | {"shape": list(layer.shape)} for layer in sparsifier.layers()]
     sparsifier.finalize()
     sparsifier.detach()
-    if not trainer.us.first:
+    model = trainer.spread.whole_model(trainer.build_model)
+    if model is None:
         return {}
-    packed_bytes = _save_model(out / "model.safetensors", trainer)
+    packed_bytes = _save_model(out / "model.safetensors", model, trainer)
     if trainer.masks:
         bits = np.stack([np.packbits(m.numpy()) for m in trainer.masks])
         with (out / "masks.npz").open("wb") as file:
@@ -115,7 +117,8 @@ def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any
     nonzero = sum(layer["kept"] for layer in layers)
     parameters = sum(p.numel() for p in model.parameters())
     everything = parameters if trainer.config.count == "model" else counted
-    count = spartan.flops(model, torch.zeros(1, *trainer.data.shape, device=trainer.device))
+    device = next(model.parameters()).device
+    count = spartan.flops(model, torch.zeros(1, *trainer.data.shape, device=device))
     summary = {
         "method": trainer.config.method,
         "sparsity": trainer.config.sparsity,
@@ -143,11 +146,11 @@ def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any
     return summary
 
 
-def _save_model(path: Path, trainer: Trainer) -> int:
+def _save_model(path: Path, model: nn.Module, trainer: Trainer) -> int:
     """The model, packed, with what it takes to build it again; the size of the file."""
     config, data = trainer.config, trainer.data
     reference = {"model": config.model, "classes": data.classes, "shape": list(data.shape), "args": config.model_args}
     try:
-        return spartan.save(trainer.model, path, architecture=reference)
+        return spartan.save(model, path, architecture=reference)
     except ValueError:  # a model that its own name does not lead to again must not cost a whole run
-        return spartan.save(trainer.model, path)
+        return spartan.save(model, path)

@@ -10,14 +10,13 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 from spartan.training import checkpoint, folder
 from spartan.training.config import Config, RecipeError, reason
@@ -26,8 +25,9 @@ from spartan.training.display import Display
 from spartan.training.metrics import Metrics
 from spartan.training.mixing import mix_batch
 from spartan.training.models import build_model
+from spartan.training.parallel import spread
 from spartan.training.processes import Agreement, choose_device, current
-from spartan.training.setup import build_optimizer, build_sparsifier, lr_at, spread
+from spartan.training.setup import build_cost, build_optimizer, build_sparsifier, lr_at
 from spartan.training.signals import Interrupted, StopSignals
 
 FLUSH_EVERY = 50  # steps between looks at the device
@@ -45,13 +45,12 @@ class Trainer:
         self.accumulate = config.batch_size // (self.data.micro * self.us.world)
         self.steps_per_epoch = self.data.train_size // config.batch_size
         self.total_steps = config.epochs * self.steps_per_epoch
-        model = build_model(config, self.data.classes, self.data.shape).to(self.device)
-        if config.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.model: nn.Module = model
-        self._try_model()
-        self.model, self.spread = spread(config, model, self.us)
-        self.sparsifier = build_sparsifier(config, self.model, self.data.shape, self.total_steps)
+        model = self.build_model().to(self.device)
+        self._try(model)
+        cost = build_cost(config, model, self.data.shape)
+        self.spread = spread(config, model, self.us)
+        self.model = self.spread.model
+        self.sparsifier = build_sparsifier(config, self.model, cost, self.total_steps)
         self.optimizer = build_optimizer(config, self.model)
         self.sparsifier.attach(self.optimizer)
         # A method's own parameters may learn at a rate of their own, which follows the same schedule.
@@ -59,11 +58,8 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
         if self.device.type == "cuda":
             torch.backends.cudnn.benchmark = True  # batches have one size, so the fastest convolution is worth finding
-        # Small nets on a fast GPU wait for launches, so steps are replayed as CUDA graphs.
-        compiled = config.compile and self.device.type == "cuda"
-        mode = "reduce-overhead" if self.us.alone else None  # a graph cannot hold what DDP sends in between
-        self.forward = torch.compile(self.spread, mode=mode) if compiled else self.spread
         if not self.us.alone:
+            self._try(self.model)  # in shards, too: their layers must be called as modules
             seed_everything(seed_of(config.seed, self.us.rank))  # dropout is not to be the same on every process
         self.step = 0
         self.loss_sum = torch.zeros((), device=self.device)  # over the steps of this epoch
@@ -71,14 +67,19 @@ class Trainer:
         self.masks: list[Tensor] = []
         self.record: dict[str, Any] = {}  # of the last whole epoch
 
-    def _try_model(self) -> None:
+    def build_model(self) -> nn.Module:
+        """A model of the recipe's kind, untrained."""
+        return build_model(self.config, self.data.classes, self.data.shape)
+
+    def _try(self, model: nn.Module) -> None:
         """One image through the model, so that a wrong shape is found before anything is written."""
-        self.model.eval()
+        model.eval()
         try:
             with torch.no_grad(), self._autocast():
-                out = self.model(torch.zeros(1, *self.data.shape, device=self.device))
+                out = model(torch.zeros(1, *self.data.shape, device=self.device))
         except (RuntimeError, ValueError, AssertionError, TypeError) as error:
-            message = f"model: {self.config.model} cannot take {self.data.shape} images: {reason(error)}"
+            how = "" if self.us.alone else f" with parallel: {self.config.parallel}"
+            message = f"model: {self.config.model} cannot take {self.data.shape} images{how}: {reason(error)}"
             raise RecipeError(message) from None
         if not isinstance(out, Tensor) or out.shape != (1, self.data.classes):
             got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
@@ -113,6 +114,7 @@ class Trainer:
                 display.epoch(self.record)
                 self._maybe_save(out, metrics, agreement.ask(signals.caught), 0.0)
             agreement.wait()
+            self.spread.wait()
         summary = folder.finish(out, self, self.record)
         return self.us.decide(lambda: summary)
 
@@ -126,6 +128,7 @@ class Trainer:
         if due or caught is not None:
             self._save(out, metrics, unfinished)
         if caught is not None and not last:
+            self.spread.wait()
             self.us.decide(lambda: None)  # a launcher ends the others when one has ended: not before it is saved
             raise Interrupted(out, caught)
 
@@ -159,9 +162,9 @@ class Trainer:
                 x, y = mix_batch(x, y, self.data.classes, c.mixup, c.cutmix, rng)
             if c.channels_last:
                 x = x.contiguous(memory_format=torch.channels_last)
-            with self._gradients_sent(last=i == self.accumulate - 1):
+            with self.spread.sending(last=i == self.accumulate - 1):
                 with self._autocast():
-                    loss = cross_entropy(self.forward(x), y, label_smoothing=c.label_smoothing) / self.accumulate
+                    loss = cross_entropy(self.spread.forward(x), y, label_smoothing=c.label_smoothing) / self.accumulate
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         if c.clip is not None:
@@ -172,11 +175,6 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return total
-
-    def _gradients_sent(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Gradients are summed over processes once a step, with the last micro-batch."""
-        wait = not last and isinstance(self.spread, DistributedDataParallel)
-        return self.spread.no_sync() if wait else contextlib.nullcontext()  # type: ignore[operator]
 
     # ------------------------------------------------------------------ measuring
 
@@ -208,11 +206,11 @@ class Trainer:
         self.model.eval()
         top = min(5, self.data.classes)
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
-        for x, y in self.data.test():
+        for x, y in self.spread.test_batches(self.data):
             if self.config.channels_last:
                 x = x.contiguous(memory_format=torch.channels_last)
             with self._autocast():
-                logits = self.model(x).float()
+                logits = self.model(x)[: len(y)].float()  # none count of a batch that only keeps others company
             hits = logits.topk(top, 1).indices == y[:, None]
             lost = cross_entropy(logits, y, reduction="sum")
             sums[:3] += torch.stack([hits[:, 0].sum(), hits.any(1).sum(), lost]).double()
@@ -223,7 +221,7 @@ class Trainer:
     def _remember_masks(self) -> None:
         masks = list(self.sparsifier.masks().values())
         stride = -(-sum(m.numel() for m in masks) // MASK_SAMPLE)
-        self.masks.append(torch.cat([m.reshape(-1)[::stride] for m in masks]).cpu())
+        self.masks.append(torch.cat([self.spread.whole(m).reshape(-1)[::stride] for m in masks]).cpu())
 
     # ------------------------------------------------------------------ saving
 
@@ -231,9 +229,6 @@ class Trainer:
         """Everything that the future depends on."""
         state = {
             "step": self.step,
-            "model": self.model.state_dict(),
-            "sparsifier": self.sparsifier.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             # What each process has of its own.
             "own": self.us.gather({"rng": rng_state(self.device), "loss_sum": float(self.loss_sum)}),
@@ -242,15 +237,12 @@ class Trainer:
             "masks": self.masks,
             "record": self.record,
         }
-        if self.us.first:
-            checkpoint.save(out, self.step, state)
+        self.spread.save(out, self.step, state, self.optimizer, self.sparsifier)
 
-    def load(self, state: Mapping[str, Any]) -> int:
+    def load(self, path: Path, state: Mapping[str, Any]) -> int:
         """Continue from a checkpoint; returns how much of metrics.jsonl belongs to it."""
         self.step = int(state["step"])
-        self.model.load_state_dict(state["model"])
-        self.sparsifier.load_state_dict(state["sparsifier"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.spread.load(path, state, self.optimizer, self.sparsifier)
         self.scaler.load_state_dict(state["scaler"])
         self.seconds, self.record = float(state["seconds"]), dict(state["record"])
         self.masks = [m.cpu() for m in state["masks"]]
@@ -315,22 +307,23 @@ def train(config: Config, out: Path, *, quiet: bool = False, command: list[str] 
         return trainer.fit(out, quiet=quiet)
 
 
-def resume(out: Path, *, quiet: bool = False) -> dict[str, Any]:
+def resume(out: Path, sets: Sequence[str] = (), *, quiet: bool = False) -> dict[str, Any]:
     """Continue a run to its end: from its last good checkpoint, or from the start if it has none.
 
-    On any number of processes, whatever the number before; they must all see the folder.
+    On any number of processes, whatever the number before; they must all see the folder. `sets` may say where and how it
+    is done from now on, such as parallel=fsdp2.
     """
     us, summary = current(), out / "summary.json"
-    config = us.decide(lambda: folder.recipe_of(out))
+    config = us.decide(lambda: folder.recipe_of(out, sets))
     if (done := us.decide(lambda: json.loads(summary.read_text()) if summary.is_file() else None)) is not None:
         return done
     trainer = Trainer(config)
     with folder.locked(out) if us.first else contextlib.nullcontext():
-        state = _newest(out, trainer)
-        return trainer.fit(out, metrics_offset=0 if state is None else trainer.load(state), quiet=quiet)
+        found = _newest(out, trainer)
+        return trainer.fit(out, metrics_offset=0 if found is None else trainer.load(*found), quiet=quiet)
 
 
-def _newest(out: Path, trainer: Trainer) -> dict[str, Any] | None:
+def _newest(out: Path, trainer: Trainer) -> tuple[Path, dict[str, Any]] | None:
     """The last good checkpoint, on every process the one that the first process found to be so."""
     state: dict[str, Any] | None = None
 
@@ -345,7 +338,10 @@ def _newest(out: Path, trainer: Trainer) -> dict[str, Any] | None:
         return path
 
     path = trainer.us.decide(find)
-    return state if trainer.us.first or path is None else checkpoint.load(path, trainer.device)
+    if path is None:
+        return None
+    # The first process has read every file; that is enough.
+    return path, checkpoint.load(path, trainer.device, check=False) if state is None else state
 
 
 def evaluate(config: Config, weights: Mapping[str, Tensor]) -> dict[str, float]:

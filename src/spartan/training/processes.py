@@ -220,9 +220,14 @@ def _number(name: str, default: int | None = None) -> int:
     return int(text)
 
 
+def patience() -> int:
+    """Seconds to wait for another process."""
+    return _number(TIMEOUT, 600)
+
+
 def _meet(us: Processes) -> Store:
     """Everyone's connection to everyone; nobody is waited for longer than SPARTAN_TIMEOUT seconds."""
-    seconds = _number(TIMEOUT, 600)
+    seconds = patience()
     deadline = time.monotonic() + seconds
     where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     timeout = datetime.timedelta(seconds=seconds)

@@ -13,7 +13,7 @@ from typing import Any
 from spartan.training.config import Config, RecipeError, load_recipe
 
 # Keys that say where and how a run is done, not what it computes.
-INCIDENTAL = ("description", "device", "parallel", "checkpoint_epochs", "checkpoint_steps")
+INCIDENTAL = ("description", "device", "parallel", "checkpoint_epochs", "checkpoint_steps", "checkpoint_async")
 INCIDENTAL_DATA = ("path", "download", "workers")
 
 
@@ -76,6 +76,17 @@ def to_continue(recipe: str, config: Config, out: Path | None, again: bool) -> t
     if not is_run(out) or (again and _same_run(out, config)):
         return out, is_run(out)
     raise RecipeError(f"--out: {out} holds a run already; continue it with --resume {out}, or choose another folder")
+
+
+def check_settings_on_the_way(sets: Sequence[str]) -> None:
+    """A run that goes on may change where and how it is done, not what it computes."""
+    free = [*INCIDENTAL, *(f"data.{key}" for key in INCIDENTAL_DATA)]
+    for key in (setting.partition("=")[0].strip() for setting in sets):
+        if key not in free:
+            raise RecipeError(
+                f"--resume continues a run as it was started; it cannot be combined with --set {key}, but with --set of "
+                f"{', '.join(free)}"
+            )
 
 
 def _same_run(folder: Path, config: Config) -> bool:

@@ -4,42 +4,22 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import spartan
 from spartan import NM, Block, Channel, Flops, Sparsifier, Unstructured
 from spartan.methods import Method
 from spartan.patterns import Pattern
 from spartan.schedules import Schedule
+from spartan.targets import Target
 from spartan.training.config import Config, RecipeError, nearest
-from spartan.training.processes import Processes
 
 SHAPES = ("linear", "cosine", "cubic")
-
-
-def spread(config: Config, model: nn.Module, us: Processes) -> tuple[nn.Module, nn.Module]:
-    """The model, and what to call for a forward pass: with several processes, gradients become means over all of them.
-
-    Each process normalises its own part of a batch, and the first one's running statistics count, as is usual with
-    DistributedDataParallel, unless `sync_bn` is set.
-    """
-    if config.parallel == "fsdp2":
-        raise RecipeError("parallel: fsdp2 is not built into `spartan train` yet; accepted: ddp")
-    if us.alone:
-        return model, model
-    device = next(model.parameters()).device
-    if config.sync_bn:
-        if device.type != "cuda":
-            raise RecipeError(
-                f"sync_bn: torch's SyncBatchNorm needs GPUs, and the model is on {device.type}; set it to false"
-            )
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return model, DistributedDataParallel(model, [device] if device.type == "cuda" else None)
 
 
 def build_method(config: Config) -> Method:
@@ -85,10 +65,35 @@ def build_pattern(config: Config) -> Pattern:
     return Channel(*arguments) if name == "channel" else Unstructured()
 
 
-def build_sparsifier(config: Config, model: nn.Module, shape: tuple[int, int, int], total_steps: int) -> Sparsifier:
+@dataclass(frozen=True)
+class CountedFlops(Flops):
+    """A FLOP cost that was counted before: a model in shards can no longer be."""
+
+    counted: Mapping[str, float] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """The same as of the cost that was counted."""
+        return Flops(None, self.value_power).describe()
+
+    def per_parameter(self, model: nn.Module, targets: Sequence[Target]) -> list[float]:
+        """Positions per example, as they were counted."""
+        return [self.counted[target.name] for target in targets]
+
+
+def build_cost(config: Config, model: nn.Module, shape: tuple[int, int, int]) -> Flops | None:
+    """What the budget counts: None is parameters. The model must still be whole."""
+    if config.cost != "flops":
+        return None
+    images = torch.zeros(1, *shape, device=next(model.parameters()).device)
+    try:
+        counted = Flops(images, config.value_power).table(model, config.include, config.exclude)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    return CountedFlops(images, config.value_power, counted)
+
+
+def build_sparsifier(config: Config, model: nn.Module, cost: Flops | None, total_steps: int) -> Sparsifier:
     """The sparsifier of a recipe."""
-    device = next(model.parameters()).device
-    cost = Flops(torch.zeros(1, *shape, device=device), config.value_power) if config.cost == "flops" else None
     try:
         return Sparsifier(
             model,

@@ -68,9 +68,14 @@ class SmallImages(Data):
             order, *chosen = draws[:, i * self.micro : (i + 1) * self.micro]
             yield self._augmented(order, *chosen), self._train_labels[order]
 
+    @property
+    def test_micro(self) -> int:
+        """No gradients are kept, so more fits at once."""
+        return max(self.micro, 1024)
+
     def test(self) -> Iterator[Batch]:
         """Every test image of this process's share, once."""
-        size = max(self.micro, 1024)  # no gradients are kept, so more fits at once
+        size = self.test_micro
         for x, y in zip(self._test.split(size), self._test_labels.split(size), strict=True):
             if len(y):  # there may be more processes than images
                 yield x * self.scale + self.shift, y

@@ -18,7 +18,9 @@ from spartan.export.cpu.ops import linear_torch
 from spartan.export.gpu.tiles import Tiles, Tiling, unpack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LOADS = ("async", "tma", "l1")  # through cp.async, through the tensor memory accelerator, through the L1 cache
+# Through cp.async; through the tensor memory accelerator, outputs as well; through the L1 cache; inputs alone through the
+# accelerator, outputs straight from the registers.
+LOADS = ("async", "tma", "l1", "tma in")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Launch:
         warps: of one program.
         stages: how many tiles are on their way at a time.
         span: about how many outputs a program computes, one group after the other.
-        loads: one of `LOADS`. "tma" needs q = inputs and 16-byte strides; else "async" is used.
+        loads: one of `LOADS`. "tma" and "tma in" need q = inputs and 16-byte strides; else "async" is used.
     """
 
     tokens: int
@@ -118,9 +120,10 @@ def run(
     tile_n, tile_k, p, q = tiling
     tile_m, warps, stages, loads = launch
     chunks, stride = starts.numel() - 1, rows.stride(0)
-    tma = LOADS[loads] == "tma" and q == tile_k and tokens > 1
+    tma = LOADS[loads].startswith("tma") and q == tile_k and tokens > 1
     tma = tma and all(size * x.element_size() % 16 == 0 for size in (stride, inputs, outputs))
     tma = tma and rows.data_ptr() % 16 == 0
+    tma_out = tma and LOADS[loads] == "tma" and p == tile_n
     given: list[Any] = [rows, weight, y]
     if tma:
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -128,7 +131,7 @@ def run(
         given = [
             TensorDescriptor(rows, [tokens, inputs], [stride, 1], [tile_m, tile_k]),
             TensorDescriptor(weight, [weight.shape[0] * tile_k, tile_n], [tile_n, 1], [tile_k, tile_n]),
-            TensorDescriptor(y, [tokens, outputs], [outputs, 1], [tile_m, tile_n]) if p == tile_n else y,
+            TensorDescriptor(y, [tokens, outputs], [outputs, 1], [tile_m, tile_n]) if tma_out else y,
         ]
     # float32 as torch's own product would take it: in three parts unless TF32 was asked for.
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
@@ -136,7 +139,7 @@ def run(
         module.tile_linear_kernel[(triton.cdiv(tokens, tile_m) * chunks,)](
             *(given[0], given[1], bias, ins, last, outs, starts, given[2]),
             *(tokens, inputs, outputs, stride, outputs, chunks, outs.shape[0], empties),
-            *(tile_m, tile_n, tile_k, p, q, activation, "tf32x3" if exact else "tf32", tma),
+            *(tile_m, tile_n, tile_k, p, q, activation, "tf32x3" if exact else "tf32", tma, tma_out),
             *(".ca" if LOADS[loads] == "l1" else "", interpreted()),
             num_warps=warps,
             num_stages=stages,

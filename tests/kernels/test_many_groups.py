@@ -1,0 +1,358 @@
+"""A budget for every layer: many groups, with the kernels of all of them launched at once, against plain torch."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spartan import IMP, NM, Block, Sparsifier, Spartan, TopKAST, Unstructured, groups, linear
+from spartan.groups import Group
+from spartan.kernels.engine import Engine
+from spartan.kernels.state import States
+from spartan.kernels.topk import TopK
+from spartan.methods import SET, ST3, STR, Feather, Method, RigL  # type: ignore[attr-defined]
+from spartan.ops.parts import Part
+from spartan.ops.select import boundary
+from spartan.ops.soft_topk import residual_at
+from spartan.patterns import Pattern
+from spartan.schedules import Moment
+from tests.kernels import DEVICE
+from tests.waiting import no_waiting
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"
+)
+STEPS = 6
+METHODS: dict[str, Method] = {
+    "spartan": Spartan(beta=linear(1, 50)),
+    "topkast": TopKAST(),
+    "topkast-b": TopKAST(backward_sparsity=0.1),
+    "imp": IMP(),
+    "rigl": RigL(every=2, fraction=0.5),
+    "set": SET(every=2, fraction=0.5),
+    "str": STR(),
+    "st3": ST3(),
+    "feather": Feather(),
+}
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight in another order than row-major is fused on a GPU only, and so is a group of several; here always."""
+
+    def fuse(targets: Any, prices: Any, pattern: Any) -> bool:
+        return isinstance(pattern, Unstructured) and (len(targets) > 1 or not targets[0].parameter.is_contiguous())
+
+    monkeypatch.setattr(groups, "_should_fuse", fuse)
+
+
+def net(channels_last: bool = True) -> nn.Sequential:
+    """Five weights: of a 3×3 and a 2×2 kernel, of a 1×1 one, and of two Linears."""
+    torch.manual_seed(0)
+    convolutions = nn.Conv2d(4, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 8, 1), nn.ReLU(), nn.Conv2d(8, 6, 2)
+    model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(24, 20), nn.ReLU(), nn.Linear(20, 10))
+    order = torch.channels_last if channels_last else torch.contiguous_format
+    return model.to(DEVICE).to(memory_format=order)  # type: ignore[call-overload]
+
+
+def build(kernels: str, method: Method | str, model: nn.Module | None = None, **options: Any) -> tuple[Any, Any, Any]:
+    """Two steps of warm-up, two with all that is to go gone, two with the mask fixed."""
+    model = net() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    settings: dict[str, Any] = {
+        "sparsity": 0.8,
+        "total_steps": STEPS,
+        "warmup": 0.34,
+        "finetune": 0.34,
+        "budget": "erk",
+    }
+    return model, optimizer, Sparsifier(model, method=method, kernels=kernels, **(settings | options)).attach(optimizer)
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, skip: int | None = None) -> None:
+    for step in steps:
+        rng = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 4, 3, 3, generator=rng).to(DEVICE)
+        y = torch.randint(10, (8,), generator=rng).to(DEVICE)
+        # The first layer is out of the loss's reach now and then.
+        out = model(x) if step != skip else model[2:](torch.randn(8, 12, 3, 3, generator=rng).to(DEVICE))  # type: ignore[index]
+        nn.functional.cross_entropy(out, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_same(one: nn.Module, of_one: Sparsifier, two: nn.Module, of_two: Sparsifier) -> None:
+    for (key, mask), other in zip(of_one.masks().items(), of_two.masks().values(), strict=True):
+        assert torch.equal(mask, other), key
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        assert torch.equal(a == 0, b == 0)
+    assert of_one.stats.density == of_two.stats.density
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "topkast-b"])
+def test_a_run_is_the_same_in_any_order_of_memory(name: str) -> None:
+    plain, optimizer, of_plain = build("torch", METHODS[name], net(channels_last=False))
+    fast, optimizer_fast, of_fast = build("triton", METHODS[name])
+    if METHODS[name].random:  # drawn by the order of units
+        fast.load_state_dict(plain.state_dict())
+        of_fast.load_state_dict(of_plain.state_dict())
+    assert [g.fused for g in of_fast._run.plan.groups] == [True, False, True, False, False]
+    for step in range(STEPS):
+        assert all(g.engine or g.frozen_engine for g in of_fast._run.plan.groups)
+        train(plain, optimizer, range(step, step + 1), skip=3)
+        train(fast, optimizer_fast, range(step, step + 1), skip=3)
+        assert_same(plain, of_plain, fast, of_fast)
+
+
+@pytest.mark.parametrize(("name", "stop"), [("spartan", 3), ("topkast-b", 3), ("rigl", 3), ("str", 5)])
+def test_a_state_moves_between_orders_of_memory(name: str, stop: int) -> None:
+    """By the kernels and in plain torch, as it lies and in row-major order: a state knows nothing of them."""
+    model, optimizer, sparsifier = build("triton", METHODS[name])
+    train(model, optimizer, range(stop))
+    states = copy.deepcopy((model.state_dict(), optimizer.state_dict(), sparsifier.state_dict()))
+    others = [build("torch", METHODS[name], net(channels_last=False)), build("torch", METHODS[name])]
+    for other in others:
+        for part, state in zip(other, copy.deepcopy(states), strict=True):  # optimizers take tensors as they are
+            part.load_state_dict(state)
+        assert_same(model, sparsifier, other[0], other[2])
+    back = build("triton", METHODS[name])
+    for part, state in zip(back, copy.deepcopy([x.state_dict() for x in others[0]]), strict=True):
+        part.load_state_dict(state)
+    train(model, optimizer, range(stop, STEPS))
+    for other in [*others, back]:
+        train(other[0], other[1], range(stop, STEPS))
+        assert_same(model, sparsifier, other[0], other[2])
+
+
+@pytest.mark.parametrize(("name", "stop"), [("spartan", 3), ("spartan", 5), ("imp", 3), ("rigl", 3)])
+def test_resume_is_bit_identical(name: str, stop: int) -> None:
+    model, optimizer, sparsifier = build("triton", METHODS[name])
+    train(model, optimizer, range(stop))
+    file = io.BytesIO()
+    torch.save([x.state_dict() for x in (model, optimizer, sparsifier)], file)
+    train(model, optimizer, range(stop, STEPS))
+    again = build("triton", METHODS[name])
+    file.seek(0)
+    for part, state in zip(again, torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    train(again[0], again[1], range(stop, STEPS))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again[0].parameters(), strict=True))
+
+
+def test_ties_are_cut_in_the_order_of_memory() -> None:
+    """As in a fused group of several: by position, and by the kernels and in plain torch alike."""
+    masks = []
+    for kernels in ("torch", "triton"):
+        model = net()
+        for p in model.parameters():
+            p.data.fill_(0.25)
+        masks.append(build(kernels, IMP(), model, warmup=0.0)[2].masks())
+    for (key, mask), other in zip(masks[0].items(), masks[1].values(), strict=True):
+        assert torch.equal(mask, other), key
+    first = masks[0]["0.weight"]
+    kept = first.permute(0, 2, 3, 1).reshape(-1)
+    assert kept[: int(first.sum())].all()
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, name: str, budget: str) -> list[list[str]]:
+    """The kernels of every step, by name."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    seen: list[str] = []
+    call = interpreter.GridExecutor.__call__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(self.fn.__name__)
+        return call(self, *args, **kwargs)
+
+    method, warmup = (Stored(every=2), 0.0) if name == "stored" else (METHODS[name], 0.34)
+    model, optimizer, sparsifier = build("triton", method, budget=budget, warmup=warmup)
+    found = []
+    with monkeypatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", counted)
+        for step in range(STEPS):
+            train(model, optimizer, range(step, step + 1))
+            with torch.no_grad():  # on a GPU it looks at gradients by itself
+                for group in sparsifier._run.plan.groups:
+                    for target in group.targets:
+                        target.parameter.grad = torch.ones_like(target.parameter)
+            checked(sparsifier)
+            optimizer.zero_grad()
+            found.append(list(seen))
+            seen.clear()
+    return found
+
+
+def checked(sparsifier: Sparsifier) -> None:
+    """What a step on a GPU does with its gradients."""
+    run = sparsifier._run
+    with run.teams.at_once():
+        for group in run.plan.groups:
+            engine = group.engine or group.frozen_engine
+            assert engine is not None
+            engine.check([t.parameter.grad for t in group.targets])
+
+
+in_the_interpreter = pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter counts")
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("name", ["spartan", "topkast", "imp"])
+def test_many_groups_launch_no_more_than_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, many = (launches(monkeypatch, name, budget) for budget in ("global", "erk"))
+    assert many == one
+    assert len(one[1]) == {"spartan": 25, "topkast": 16, "imp": 17}[name]
+    assert len(one[-1]) == 6  # with fixed masks: gradients, put, take, write, and a look at gradients
+
+
+def test_the_top_k_of_every_group() -> None:
+    """One of several tensors, a tie at the edge, one weight, none at all, everything kept, nothing kept."""
+    rng = torch.Generator().manual_seed(0)
+    sizes, owners = [5000, 0, 33, 1, 40, 700, 50], [0, 0, 0, 1, 3, 4, 5]
+    costs, factors = [1.0, 1.0, 2.5, 3.0, 1.0, 0.3, 1.0], [1.0, 1.0, 0.4, 1.0, 1.0, 2.0, 1.0]
+    topk, states = TopK(sizes, costs, factors, DEVICE, owners, 6), States(6, DEVICE)
+    tensors = [torch.randn(n, generator=rng) for n in sizes]
+    tensors[4] = torch.full((40,), 0.5)
+    for step, beta in enumerate((None, 5.0, 6.0)):
+        asked = {0: (900.0 + step, beta), 1: (3.0, beta), 3: (7.5, beta), 4: (210.0, beta), 5: (0.0, beta)}
+        topk.solve_all([t.to(DEVICE) for t in tensors], states, asked, cold=step < 2)
+        for g, (k, _) in asked.items():
+            mine = [i for i, owner in enumerate(owners) if owner == g]
+            parts = [Part(tensors[i].abs() * factors[i], costs[i]) for i in mine]
+            edge, found = boundary(parts, k), states.rows[g].threshold()
+            assert found.host().cost == pytest.approx(edge.threshold.cost)
+            start = 0
+            for part in parts:
+                assert torch.equal(found.keep(part.u.to(DEVICE), start).cpu(), edge.threshold.keep(part.u, start))
+                start += part.u.numel()
+            if beta is not None:
+                assert residual_at(states.rows[g].dual(beta).host(), parts, k) <= 1e-6
+        for i, t in enumerate(tensors):
+            tensors[i] = t if owners[i] == 3 else t + 1e-3 * torch.randn(t.shape, generator=rng)
+    assert not states.floats[2].any()
+    assert not states.ints[2].any()
+
+
+class Odd(IMP):
+    """Asks for every group something of its own, which nobody can expect."""
+
+    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+        if group.index == 1:
+            group.top(thetas, group.k)  # asked for, and thrown away
+            group.threshold = group.top(thetas, 0.5 * group.k)
+        elif group.index == 3:
+            thetas[0].mul_(torch.linspace(0.5, 1.5, thetas[0].shape[0], device=thetas[0].device)[:, None])
+            super().choose(group, thetas, at)
+        elif group.index != 2 or at.step % 2 == 0:  # the third keeps its threshold for two steps
+            super().choose(group, thetas, at)
+
+
+def test_an_answer_is_used_for_its_question_only() -> None:
+    plain, optimizer, of_plain = build("torch", Odd(), finetune=0.0)
+    fast, optimizer_fast, of_fast = build("triton", Odd(), finetune=0.0)
+    for step in range(STEPS):
+        train(plain, optimizer, range(step, step + 1))
+        train(fast, optimizer_fast, range(step, step + 1))
+        assert_same(plain, of_plain, fast, of_fast)
+
+
+@pytest.mark.parametrize("pattern", [Unstructured(), Block(2, 2), NM(1, 2)], ids=repr)
+def test_two_optimizers(pattern: Pattern) -> None:
+    """Each takes its own layers; blocks and N:M move their weights together too."""
+    found: list[Any] = []
+    for kernels in ("torch", "triton"):
+        model = net()
+        parts = [list(model[:3].parameters()), list(model[3:].parameters())]
+        optimizers = [torch.optim.SGD(part, lr=0.05, momentum=0.9) for part in parts]
+        options: dict[str, Any] = {"pattern": pattern, "budget": "uniform", "warmup": 0.0, "finetune": 0.4}
+        sparsifier = Sparsifier(model, 0.5, 5, METHODS["spartan"], kernels=kernels, **options).attach(*optimizers)
+        for step in range(5):
+            both = SimpleNamespace(
+                step=lambda optimizers=optimizers: [o.step() for o in optimizers], zero_grad=model.zero_grad
+            )
+            train(model, both, range(step, step + 1))
+        found += [model, sparsifier]
+    assert len(found[3]._run.teams._fixed) == 1
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("steps", [1, 5], ids=["dense", "frozen"])
+def test_one_bad_gradient_stops_every_group(steps: int) -> None:
+    model, optimizer, sparsifier = build("triton", METHODS["imp"])
+    train(model, optimizer, range(steps))
+    run, weights = sparsifier._run, [t.parameter for t in sparsifier._targets]
+    before = [m.theta.clone() for m in run.masters]
+    for p in weights:
+        p.grad = torch.ones_like(p)
+    weights[3].grad[1, 1] = float("nan")
+    checked(sparsifier)
+    assert run.watch.flags[0] == 3
+    assert not any(p.grad.any() for p in weights)
+    with torch.no_grad():
+        for p in weights:
+            p.fill_(2.0)
+        weights[1].view(-1)[:] = float("inf")
+        run.take(range(len(weights)))
+    assert run.watch.flags[1] == 1
+    assert all(torch.equal(a, m.theta) for a, m in zip(before, run.masters, strict=True))
+    with pytest.raises(RuntimeError, match=r"the gradient of 6\.weight held NaN"):
+        run.watch.look(wait=True)
+
+
+class Stored(RigL):  # type: ignore[misc]
+    """Masks that a method stores, by the kernels."""
+
+    def write_fast(self, group: Group, thetas: Sequence[Tensor], engine: Engine) -> bool:
+        return engine.project_stored(self.keep(group, thetas))
+
+    def transform_fast(
+        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], engine: Engine
+    ) -> bool:
+        return engine.where_stored(grads, self.keep(group, thetas))
+
+
+@pytest.mark.parametrize("budget", ["erk", "global"])
+def test_stored_masks(budget: str) -> None:
+    plain, optimizer, of_plain = build("torch", RigL(every=2, fraction=0.5), budget=budget)
+    fast, optimizer_fast, of_fast = build("triton", Stored(every=2, fraction=0.5), budget=budget)
+    for step in range(STEPS):
+        train(plain, optimizer, range(step, step + 1), skip=2)
+        train(fast, optimizer_fast, range(step, step + 1), skip=2)
+        assert_same(plain, of_plain, fast, of_fast)
+    engine = build("triton", Stored(), pattern=Block(2, 2))[2]._run.plan.groups[0].engine
+    assert not engine.project_stored([torch.ones(3, dtype=torch.bool)])  # blocks keep a mask per block
+
+
+@in_the_interpreter
+def test_stored_masks_launch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for budget in ("global", "erk"):
+        steps = launches(monkeypatch, "stored", budget)
+        assert sorted(steps[0]) == ["check", "clear", "project_stored", "put", "take", "where_stored"]
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="on a CPU there is nothing to wait for")
+@pytest.mark.parametrize("finetune", [0.0, 0.9], ids=["soft", "finetune"])
+@pytest.mark.parametrize("name", ["spartan", "topkast", "imp", "rigl"])
+def test_no_step_waits_for_the_device(name: str, finetune: float) -> None:
+    method = RigL(every=1000) if name == "rigl" else METHODS[name]
+    options: dict[str, Any] = {"total_steps": 40, "warmup": 0.0, "finetune": finetune}
+    model, optimizer, sparsifier = build("auto", method, **options)
+    x, y = torch.randn(8, 4, 3, 3, device=DEVICE), torch.randint(10, (8,), device=DEVICE)
+
+    def steps(n: int) -> None:
+        for _ in range(n):
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    steps(6)  # into finetuning, where the kept places are listed; and graphs are recorded
+    with no_waiting():
+        steps(20)
+    assert sparsifier.stats.phase == ("finetune" if finetune else "intermediate")
