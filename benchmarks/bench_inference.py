@@ -225,7 +225,7 @@ def gpu(args: argparse.Namespace) -> None:
     shape: tuple[int, ...] = (3, 224, 224)
     if args.load:
         model, shape = learned(args.load)
-        models = {Path(args.load).absolute().parent.name: lambda: model}
+        models = {learned_name(args.load): lambda: model}
 
     def write(row: inference_gpu.Row) -> None:
         case, size, contender, least, median, ratio = row

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spartan.ops.parts import Spread, check_budget, numel, slack, total_cost
-from spartan.ops.select import Boundary, Threshold
+from spartan.ops.select import Boundary, Threshold, key_of, value_of
 
 # Bits of a digit: eight rounds of 2 KiB find a float64, four a float32. Wider digits save rounds, narrower ones bytes:
 # where every layer has a budget of its own, 16 rounds of 128 bytes each find a float64.
@@ -28,12 +28,12 @@ def boundary(parts: Spread, k: float, digit: int = DIGIT) -> Boundary:
     if k >= total:
         return Boundary(Threshold(-math.inf, cost=total), 0.0, math.inf, math.inf)
     costs = [float(part.c) for part in parts]
-    keys = [_key(part.u) for part in parts]
+    keys = [key_of(part.u) for part in parts]
     bits = 64 if keys[0].dtype == torch.int64 else 32
     # Downwards: the digits of the complement of the key go up.
     edge, above, ties = _walk(parts, [~key for key in keys], costs, bits, k, digit, signed=True)
     key = ~edge
-    value = float(_value(torch.tensor([key], dtype=keys[0].dtype), parts[0].u.dtype))
+    value = value_of(key, parts[0].u.dtype)
     over, below, cheapest = _around(parts, keys, key, costs)
     room = k - above
     cut, left = 0, room
@@ -45,18 +45,6 @@ def boundary(parts: Spread, k: float, digit: int = DIGIT) -> Boundary:
         gap_above=over - value if over < math.inf else math.inf,
         gap_below=value - below if below > -math.inf else math.inf,
     )
-
-
-def _key(u: Tensor) -> Tensor:
-    """Integers in the order of the floats; both zeros are one."""
-    whole = torch.int64 if u.dtype == torch.float64 else torch.int32
-    bits = (u + 0.0).view(whole)
-    return torch.where(bits < 0, bits ^ torch.iinfo(whole).max, bits)
-
-
-def _value(key: Tensor, dtype: torch.dtype) -> Tensor:
-    """The floats of `_key`."""
-    return torch.where(key < 0, key ^ torch.iinfo(key.dtype).max, key).view(dtype)
 
 
 def _walk(
