@@ -12,7 +12,7 @@ from spartan import IMP, NM, Block, Channel, Flops, Sparsifier, Spartan, TopKAST
 from spartan.methods.base import Method
 from spartan.patterns import Pattern
 from tests.kernels import DEVICE
-from tests.waiting import no_waiting
+from tests.waiting import check_no_step_waits
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"
@@ -175,16 +175,7 @@ def test_no_step_waits_for_the_device(name: str, pattern: Pattern, finetune: flo
     sparsifier = Sparsifier(model, 0.8, 40, METHODS[name], pattern=pattern, warmup=0.0, finetune=finetune)
     sparsifier.attach(optimizer)
     x, y = torch.randn(16, 4, 3, 3, device=DEVICE), torch.randint(16, (16,), device=DEVICE)
-
-    def steps(n: int) -> None:
-        for _ in range(n):
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    steps(6)  # into finetuning, where the kept places are listed; and graphs are recorded
-    with no_waiting():
-        steps(20)
+    check_no_step_waits(model, optimizer, x, y)
     assert sparsifier.stats.phase == ("finetune" if finetune else "intermediate")
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from spartan import IMP, NM, Block, Sparsifier, Spartan, TopKAST, Unstructured, groups, linear
 from spartan.groups import Group
-from spartan.kernels.engine import Engine
 from spartan.kernels.state import States
 from spartan.kernels.topk import TopK
 from spartan.methods import SET, ST3, STR, Feather, Method, RigL  # type: ignore[attr-defined]
@@ -24,7 +23,7 @@ from spartan.ops.soft_topk import residual_at
 from spartan.patterns import Pattern
 from spartan.schedules import Moment
 from tests.kernels import DEVICE
-from tests.waiting import no_waiting
+from tests.waiting import check_no_step_waits
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"
@@ -172,7 +171,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, name: str, budget: str) -> list[li
         seen.append(self.fn.__name__)
         return call(self, *args, **kwargs)
 
-    method, warmup = (Stored(every=2), 0.0) if name == "stored" else (METHODS[name], 0.34)
+    method, warmup = (RigL(every=2), 0.0) if name == "stored" else (METHODS[name], 0.34)
     model, optimizer, sparsifier = build("triton", method, budget=budget, warmup=warmup)
     found = []
     with monkeypatch.context() as patch:
@@ -306,27 +305,15 @@ def test_one_bad_gradient_stops_every_group(steps: int) -> None:
         run.watch.look(wait=True)
 
 
-class Stored(RigL):  # type: ignore[misc]
-    """Masks that a method stores, by the kernels."""
-
-    def write_fast(self, group: Group, thetas: Sequence[Tensor], engine: Engine) -> bool:
-        return engine.project_stored(self.keep(group, thetas))
-
-    def transform_fast(
-        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], engine: Engine
-    ) -> bool:
-        return engine.where_stored(grads, self.keep(group, thetas))
-
-
 @pytest.mark.parametrize("budget", ["erk", "global"])
 def test_stored_masks(budget: str) -> None:
     plain, optimizer, of_plain = build("torch", RigL(every=2, fraction=0.5), budget=budget)
-    fast, optimizer_fast, of_fast = build("triton", Stored(every=2, fraction=0.5), budget=budget)
+    fast, optimizer_fast, of_fast = build("triton", RigL(every=2, fraction=0.5), budget=budget)
     for step in range(STEPS):
         train(plain, optimizer, range(step, step + 1), skip=2)
         train(fast, optimizer_fast, range(step, step + 1), skip=2)
         assert_same(plain, of_plain, fast, of_fast)
-    engine = build("triton", Stored(), pattern=Block(2, 2))[2]._run.plan.groups[0].engine
+    engine = build("triton", RigL(), pattern=Block(2, 2))[2]._run.plan.groups[0].engine
     assert not engine.project_stored([torch.ones(3, dtype=torch.bool)])  # blocks keep a mask per block
 
 
@@ -345,14 +332,5 @@ def test_no_step_waits_for_the_device(name: str, finetune: float) -> None:
     options: dict[str, Any] = {"total_steps": 40, "warmup": 0.0, "finetune": finetune}
     model, optimizer, sparsifier = build("auto", method, **options)
     x, y = torch.randn(8, 4, 3, 3, device=DEVICE), torch.randint(10, (8,), device=DEVICE)
-
-    def steps(n: int) -> None:
-        for _ in range(n):
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    steps(6)  # into finetuning, where the kept places are listed; and graphs are recorded
-    with no_waiting():
-        steps(20)
+    check_no_step_waits(model, optimizer, x, y)
     assert sparsifier.stats.phase == ("finetune" if finetune else "intermediate")

@@ -15,7 +15,7 @@ from spartan.methods.feather import Feather
 from spartan.methods.srste import SRSTE
 from spartan.methods.st3 import ST3
 from tests.kernels import DEVICE
-from tests.waiting import no_waiting
+from tests.waiting import check_no_step_waits
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"
@@ -158,16 +158,7 @@ def test_a_step_that_fails_is_taken_back(method: Method) -> None:
 def test_no_step_waits_for_the_device(name: str) -> None:
     model, optimizer, _ = build("auto", METHODS[name], warmup=0.0, finetune=0.0)
     x, y = torch.randn(16, 8, 3, 3, device=DEVICE), torch.randint(16, (16,), device=DEVICE)
-
-    def steps(n: int) -> None:
-        for _ in range(n):
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    steps(6)  # graphs are recorded
-    with no_waiting():
-        steps(20)
+    check_no_step_waits(model, optimizer, x, y)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="the interpreter runs one program after the other")
