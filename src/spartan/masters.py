@@ -17,6 +17,8 @@ from torch import Tensor
 from spartan.groups import Group
 from spartan.targets import Target
 
+Grads = Sequence[Tensor | None]  # one per target, where there is one
+
 
 def lay_out(targets: Sequence[Target], tensor: Tensor) -> list[Tensor]:
     """A flat tensor over all targets as one view per target; what has a single target's shape is its own view.

@@ -16,6 +16,7 @@ from spartan.groups import Group, Plan
 from spartan.masters import (
     DenseMaster,
     FrozenMaster,
+    Grads,
     Master,
     as_one,
     copy_all,
@@ -265,11 +266,10 @@ class Run(Checks):
 
     def _transform_group(self, group: Group, thetas: Sequence[Tensor], fresh: Sequence[bool], start: int) -> None:
         grads = [t.local_grad if f else None for t, f in zip(group.targets, fresh[start:], strict=False)]
-        if not self.frozen:
-            self._observe(group, thetas, grads)
+        seen = None if self.frozen else self._observe(group, thetas, grads)
         if (group.engine or group.frozen_engine) is not None and self._transform_fast(group, thetas, grads):
             return
-        found = self._frozen_gradients(grads, start) if self.frozen else self._gradients(group, thetas, grads)
+        found = self._frozen_gradients(grads, start) if self.frozen else self._gradients(group, thetas, grads, seen)
         for parameter, old, new in zip((t.parameter for t in group.targets), grads, found, strict=True):
             if old is None:
                 # A parameter that the loss did not reach still feels the others through the shared budget.
@@ -308,21 +308,21 @@ class Run(Checks):
             found += master.gradients(grads[len(found) : len(found) + len(master.targets)])
         return found
 
-    def _gradients(
-        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None]
-    ) -> Sequence[Tensor | None]:
+    def _gradients(self, group: Group, thetas: Sequence[Tensor], grads: Grads, seen: Grads | None) -> Grads:
         """The method's gradients, for the tensors that it sees."""
         if group.fused and all(g is None for g in grads):
             return grads
-        found = self.method.gradient(group, thetas, as_one(group, grads), self.at)
+        found = self.method.gradient(group, thetas, seen or as_one(group, grads), self.at)
         if not group.fused:
             return found
         return [None] * len(grads) if found[0] is None else lay_out(group.targets, found[0].reshape(-1))
 
-    def _observe(self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Let the method look at the gradients, if it is one that does."""
-        if type(self.method).observe is not Method.observe and not (group.fused and all(g is None for g in grads)):
-            self.method.observe(group, thetas, as_one(group, grads), self.at)
+    def _observe(self, group: Group, thetas: Sequence[Tensor], grads: Grads) -> Grads | None:
+        """Let the method look at the gradients, if it is one that does; what it saw, to be gathered only once."""
+        if type(self.method).observe is Method.observe or (group.fused and all(g is None for g in grads)):
+            return None
+        self.method.observe(group, thetas, seen := as_one(group, grads), self.at)
+        return seen
 
     # ------------------------------------------------------------------ looking
 

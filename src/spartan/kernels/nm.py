@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spartan.kernels.state import row_of
+
 BETA = tl.constexpr(0)
 N = tl.constexpr(1)
 
@@ -98,6 +100,18 @@ def soft_of(u, kept, n, beta, M: tl.constexpr, LANES: tl.constexpr, PASSES: tl.c
 
 
 @triton.jit
+def runs_at(
+    theta_at, start, i, length, s, factor, M: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr
+):
+    """R runs of a piece from its i-th on: where they lie, what of that is there, θ and u."""
+    run = i + tl.arange(0, R)
+    at = places_of(start + run, s, M, LANES, WIDE)
+    inside = (run < length)[:, None] & (tl.arange(0, LANES) < M)[None, :]
+    theta = tl.load(theta_at + at, mask=inside, other=0.0).to(tl.float32)
+    return at, inside, theta, value_of(theta, factor, M, LANES)
+
+
+@triton.jit
 def project(
     parameters, thetas, table, strides, factors, numbers,
     SOFT: tl.constexpr, DTYPE: tl.constexpr, PASSES: tl.constexpr,
@@ -105,9 +119,7 @@ def project(
 ):  # fmt: skip
     """w = [kept] ⊙ θ, with SOFT [kept] ⊙ m ⊙ θ, into the parameters; exactly +0.0 where not kept."""
     piece = tl.program_id(0)
-    which = tl.load(table + 4 * piece)
-    start = tl.load(table + 4 * piece + 1)
-    length = tl.load(table + 4 * piece + 2)
+    which, start, length, _ = row_of(table, piece)
     s = tl.load(strides + which)
     factor = tl.load(factors + piece)
     beta = tl.load(numbers + BETA).to(tl.float32)
@@ -115,11 +127,7 @@ def project(
     theta_at = address_of(tl.load(thetas + which), DTYPE, WIDE)
     parameter_at = address_of(tl.load(parameters + which), DTYPE, WIDE)
     for i in range(0, length, R):
-        run = i + tl.arange(0, R)
-        at = places_of(start + run, s, M, LANES, WIDE)
-        inside = (run < length)[:, None] & (tl.arange(0, LANES) < M)[None, :]
-        theta = tl.load(theta_at + at, mask=inside, other=0.0).to(tl.float32)
-        u = value_of(theta, factor, M, LANES)
+        at, inside, theta, u = runs_at(theta_at, start, i, length, s, factor, M, R, LANES, WIDE)
         kept = kept_of(u, n, M, LANES)
         w = theta
         if SOFT:
@@ -135,11 +143,9 @@ def through_mask(
 ):  # fmt: skip
     """∂L/∂θ = m·g + sign(θ)·(∂u/∂|θ|)·βm(1−m)·(g·θ − a₁/a₂), the sums over each run."""
     piece = tl.program_id(0)
-    which = tl.load(table + 4 * piece)
+    which, start, length, _ = row_of(table, piece)
     grad = tl.load(grads + which)
     if grad != 0:
-        start = tl.load(table + 4 * piece + 1)
-        length = tl.load(table + 4 * piece + 2)
         s = tl.load(strides + which)
         factor = tl.load(factors + piece)
         beta = tl.load(numbers + BETA).to(tl.float32)
@@ -147,12 +153,8 @@ def through_mask(
         theta_at = address_of(tl.load(thetas + which), DTYPE, WIDE)
         grad_at = address_of(grad, GRAD, WIDE)
         for i in range(0, length, R):
-            run = i + tl.arange(0, R)
-            at = places_of(start + run, s, M, LANES, WIDE)
-            inside = (run < length)[:, None] & (tl.arange(0, LANES) < M)[None, :]
-            theta = tl.load(theta_at + at, mask=inside, other=0.0).to(tl.float32)
+            at, inside, theta, u = runs_at(theta_at, start, i, length, s, factor, M, R, LANES, WIDE)
             g = tl.load(grad_at + at, mask=inside, other=0.0).to(tl.float32)
-            u = value_of(theta, factor, M, LANES)
             m = soft_of(u, kept_of(u, n, M, LANES), n, beta, M, LANES, PASSES)
             slope = tl.where(inside, m - m * m, 0.0)
             pull = g * theta
@@ -172,21 +174,16 @@ def where_kept(
 ):  # fmt: skip
     """∂L/∂θ = [kept] ⊙ g."""
     piece = tl.program_id(0)
-    which = tl.load(table + 4 * piece)
+    which, start, length, _ = row_of(table, piece)
     grad = tl.load(grads + which)
     if grad != 0:
-        start = tl.load(table + 4 * piece + 1)
-        length = tl.load(table + 4 * piece + 2)
         s = tl.load(strides + which)
         factor = tl.load(factors + piece)
         n = tl.load(numbers + N).to(tl.int32)
         theta_at = address_of(tl.load(thetas + which), DTYPE, WIDE)
         grad_at = address_of(grad, GRAD, WIDE)
         for i in range(0, length, R):
-            run = i + tl.arange(0, R)
-            at = places_of(start + run, s, M, LANES, WIDE)
-            inside = (run < length)[:, None] & (tl.arange(0, LANES) < M)[None, :]
-            theta = tl.load(theta_at + at, mask=inside, other=0.0).to(tl.float32)
-            kept = kept_of(value_of(theta, factor, M, LANES), n, M, LANES)
+            at, inside, _, u = runs_at(theta_at, start, i, length, s, factor, M, R, LANES, WIDE)
+            kept = kept_of(u, n, M, LANES)
             g = tl.load(grad_at + at, mask=inside, other=0.0)
             tl.store(grad_at + at, tl.where(kept, g, 0.0), mask=inside)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from spartan.kernels.gradient import RATIO
-from spartan.kernels.state import BETA, CUT, VALUE
+from spartan.kernels.state import BETA, CUT, VALUE, row_of
 from spartan.kernels.weights import mask_of
 
 
@@ -45,10 +45,7 @@ def sum_units(
 ):  # fmt: skip
     """u = factor · Σ|θ| of every unit."""
     piece = tl.program_id(0)
-    which = tl.load(table + 4 * piece)
-    start = tl.load(table + 4 * piece + 1)
-    length = tl.load(table + 4 * piece + 2)
-    position = tl.load(table + 4 * piece + 3)
+    which, start, length, position = row_of(table, piece)
     factor = tl.load(factors + piece)
     theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE))
     shape = shapes + 5 * which
@@ -75,10 +72,7 @@ def project(
 ):  # fmt: skip
     """w = [kept] ⊙ θ, with SOFT [kept] ⊙ m ⊙ θ, into the parameters; exactly +0.0 where not kept."""
     piece = tl.program_id(0)
-    which = tl.load(table + 4 * piece)
-    start = tl.load(table + 4 * piece + 1)
-    length = tl.load(table + 4 * piece + 2)
-    position = tl.load(table + 4 * piece + 3)
+    which, start, length, position = row_of(table, piece)
     theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE))
     parameter_at = tl.load(parameters + which).to(tl.pointer_type(DTYPE))
     shape = shapes + 5 * which
@@ -111,10 +105,7 @@ def pull(
 ):  # fmt: skip
     """G = Σ g·θ of every unit; and of each piece Σ G·m(1−m), Σ m(1−m) and Σ m."""
     piece = tl.program_id(0)
-    which = tl.load(table + 4 * piece)
-    start = tl.load(table + 4 * piece + 1)
-    length = tl.load(table + 4 * piece + 2)
-    position = tl.load(table + 4 * piece + 3)
+    which, start, length, position = row_of(table, piece)
     theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE))
     grad = tl.load(grads + which)
     grad_at = grad.to(tl.pointer_type(GRAD))
@@ -159,12 +150,9 @@ def through_mask(
 ):  # fmt: skip
     """∂L/∂θ = m·g + sign(θ)·(∂u/∂|θ|)·βm(1−m)·(G − c·a₁/a₂)."""
     piece = tl.program_id(0)
-    which = tl.load(table + 4 * piece)
+    which, start, length, position = row_of(table, piece)
     grad = tl.load(grads + which)
     if grad != 0:
-        start = tl.load(table + 4 * piece + 1)
-        length = tl.load(table + 4 * piece + 2)
-        position = tl.load(table + 4 * piece + 3)
         back = (tl.load(out + RATIO) * tl.load(costs + piece)).to(tl.float32)
         scale = tl.load(floats + BETA).to(tl.float32) * tl.load(factors + piece)
         theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE))
@@ -198,12 +186,9 @@ def where_kept(
 ):  # fmt: skip
     """∂L/∂θ = [kept] ⊙ g: zeros are written, the rest is left alone."""
     piece = tl.program_id(0)
-    which = tl.load(table + 4 * piece)
+    which, start, length, position = row_of(table, piece)
     grad = tl.load(grads + which)
     if grad != 0:
-        start = tl.load(table + 4 * piece + 1)
-        length = tl.load(table + 4 * piece + 2)
-        position = tl.load(table + 4 * piece + 3)
         grad_at = grad.to(tl.pointer_type(GRAD))
         shape = shapes + 5 * which
         h = tl.load(shape)

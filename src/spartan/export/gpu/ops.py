@@ -100,9 +100,23 @@ def run(
     launch: list[int],
     activation: str,
 ) -> Tensor:
-    """act(x Wᵀ + b), without the dispatcher; the arguments are those of `tile_linear`.
+    """act(x Wᵀ + b).
 
     Where the kernel cannot run (no Triton, or a CPU), the dense product does the same, slowly: the weight is unpacked first.
+
+    Args:
+        x: [..., inputs]; float32, bfloat16 or float16.
+        weight: with `ins`, `last`, `outs`, `starts` and `empties`, as in `Tiles`; of x's type.
+        ins: see `weight`.
+        last: see `weight`.
+        outs: see `weight`.
+        starts: see `weight`.
+        bias: float32, one an output.
+        outputs: how many.
+        empties: see `weight`.
+        tiling: the four numbers of `Tiling`.
+        launch: tokens, warps, stages and the place of the loads in `LOADS`.
+        activation: a key of `spartan.export.cpu.ops.ACTIVATIONS`.
     """
     inputs, module = x.shape[-1], _kernel()
     if module is None or not available(x.device):
@@ -147,53 +161,12 @@ def run(
     return y
 
 
-@torch.library.custom_op("spartan::tile_linear", mutates_args=())
-def tile_linear(
-    x: Tensor,
-    weight: Tensor,
-    ins: Tensor,
-    last: Tensor,
-    outs: Tensor,
-    starts: Tensor,
-    bias: Tensor,
-    outputs: int,
-    empties: int,
-    tiling: list[int],
-    launch: list[int],
-    activation: str,
-) -> Tensor:
-    """act(x Wᵀ + b) as an operator that `torch.compile` takes as it is.
-
-    Args:
-        x: [..., inputs]; float32, bfloat16 or float16.
-        weight: with `ins`, `last`, `outs`, `starts` and `empties`, as in `Tiles`; of x's type.
-        ins: see `weight`.
-        last: see `weight`.
-        outs: see `weight`.
-        starts: see `weight`.
-        bias: float32, one an output.
-        outputs: how many.
-        empties: see `weight`.
-        tiling: the four numbers of `Tiling`.
-        launch: tokens, warps, stages and the place of the loads in `LOADS`.
-        activation: a key of `spartan.export.cpu.ops.ACTIVATIONS`.
-    """
-    return run(x, weight, ins, last, outs, starts, bias, outputs, empties, tiling, launch, activation)
+# The same as an operator that `torch.compile` takes as it is. Outside a graph the dispatcher would only add to the launch.
+tile_linear = torch.library.custom_op("spartan::tile_linear", run, mutates_args=())
 
 
 @tile_linear.register_fake
 def _fake(
-    x: Tensor,
-    weight: Tensor,
-    ins: Tensor,
-    last: Tensor,
-    outs: Tensor,
-    starts: Tensor,
-    bias: Tensor,
-    outputs: int,
-    empties: int,
-    tiling: list[int],
-    launch: list[int],
-    activation: str,
+    x: Tensor, weight: Tensor, ins: Tensor, last: Tensor, outs: Tensor, starts: Tensor, bias: Tensor, n: int, *_: Any
 ) -> Tensor:
-    return x.new_empty(*x.shape[:-1], outputs)
+    return x.new_empty(*x.shape[:-1], n)
