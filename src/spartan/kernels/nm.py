@@ -183,7 +183,7 @@ def where_kept(
         theta_at = address_of(tl.load(thetas + which), DTYPE, WIDE)
         grad_at = address_of(grad, GRAD, WIDE)
         for i in range(0, length, R):
-            at, inside, _, u = runs_at(theta_at, start, i, length, s, factor, M, R, LANES, WIDE)
+            at, inside, _theta, u = runs_at(theta_at, start, i, length, s, factor, M, R, LANES, WIDE)
             kept = kept_of(u, n, M, LANES)
             g = tl.load(grad_at + at, mask=inside, other=0.0)
             tl.store(grad_at + at, tl.where(kept, g, 0.0), mask=inside)

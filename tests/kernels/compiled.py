@@ -1,0 +1,38 @@
+"""Compiles kernels for a Hopper GPU without one: the interpreter takes more than the compiler. Run by test_compiled.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from spartan.kernels import nm, units
+
+POINTERS = {
+    "factors": "*fp32",
+    "units": "*fp32",
+    "strides": "*i32",
+    "columns": "*i32",
+    "numbers": "*fp64",
+    "floats": "*fp64",
+}
+
+
+def compile_it(kernel: Any, **constants: Any) -> None:
+    names = [p.name for p in kernel.params]
+    signature = {name: "constexpr" if name in constants else POINTERS.get(name, "*i64") for name in names}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
+
+
+if __name__ == "__main__":
+    for m, wide in ((4, True), (4, False), (7, False)):
+        lanes = 1 << (m - 1).bit_length()
+        sides = {"M": m, "LANES": lanes, "R": 2048 // lanes, "WIDE": wide, "DTYPE": tl.float32}
+        compile_it(nm.project, SOFT=True, PASSES=8, **sides)
+        compile_it(nm.through_mask, GRAD=tl.float32, PASSES=8, **sides)
+        compile_it(nm.where_kept, GRAD=tl.bfloat16, **sides)
+    compile_it(units.where_kept, GRAD=tl.float32, INLINE=True, U=128, W=16)
