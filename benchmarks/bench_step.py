@@ -2,6 +2,7 @@
 
     python benchmarks/bench_step.py --model resnet50                    # H200: batch 256, bf16, channels_last, compiled
     python benchmarks/bench_step.py --model vit_b_16 --block 16
+    python benchmarks/bench_step.py --model resnet50 --budget erk       # a budget for every layer
     python benchmarks/bench_step.py --model resnet50 --finetune         # with the mask fixed
     python benchmarks/bench_step.py --model resnet50 --sinkhorn         # the paper's overhead figure, and its plot
     python benchmarks/bench_step.py --device cpu --model resnet50 --batch 32 --runs dense-eager spartan
@@ -102,6 +103,7 @@ class Run:
                 10_000,
                 method,
                 pattern=None if args.block == 1 else Block(args.block, args.block),
+                budget=args.budget,
                 exclude=args.exclude,
                 warmup=0.0,
                 finetune=0.9999 if args.finetune else 0.0,  # from the first step on
@@ -292,12 +294,14 @@ def device_name(args: argparse.Namespace) -> str:
 def title(args: argparse.Namespace) -> str:
     blocks = "" if args.block == 1 else f", {args.block}×{args.block} blocks"
     phase = ", finetuning" if args.finetune else ""
-    return f"{args.model}, batch {args.batch}, {args.dtype}{blocks}{phase}, {device_name(args)}"
+    budget = "" if args.budget == "global" else f", {args.budget} budgets"
+    return f"{args.model}, batch {args.batch}, {args.dtype}{blocks}{budget}{phase}, {device_name(args)}"
 
 
 def settings(args: argparse.Namespace, run: Run) -> list[str]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     pattern = "1x1" if args.block == 1 else f"{args.block}x{args.block}"
+    pattern += "" if args.budget == "global" else f" {args.budget}"
     by_triton = run.sparsifier is not None and "triton" in repr(run.sparsifier)
     return [
         *(datetime.date.today().isoformat(), commit, device_name(args), torch.__version__, args.model, str(args.batch)),
@@ -326,6 +330,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["bf16", "fp32"], help="of autocast; default bf16 on cuda, fp32 on cpu")
     parser.add_argument("--block", type=int, default=1, help="a block's side; 1 is single weights")
     parser.add_argument("--sparsity", type=float, default=0.9)
+    parser.add_argument("--budget", choices=["global", "erk", "uniform"], default="global", help="or one a layer")
     parser.add_argument("--beta", type=float, help="a fixed β; default: 1 to 10 over training")
     parser.add_argument("--finetune", action="store_true", help="the phase with the mask fixed")
     parser.add_argument("--kernels", choices=["auto", "triton", "torch"], default="auto")

@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from spartan.kernels import nm, units
+from spartan.kernels.search import search
 
 POINTERS = {
     "factors": "*fp32",
@@ -18,6 +19,16 @@ POINTERS = {
     "columns": "*i32",
     "numbers": "*fp64",
     "floats": "*fp64",
+    "costs": "*fp64",
+    "prices": "*fp64",
+    "sums": "*fp64",
+    "owners": "*i32",
+    "kinds": "*i32",
+    "counts": "*i32",
+    "above": "*i32",
+    "groups": "i32",
+    "most": "i32",
+    "tol": "fp32",
 }
 
 
@@ -36,3 +47,10 @@ if __name__ == "__main__":
         compile_it(nm.through_mask, GRAD=tl.float32, PASSES=8, **sides)
         compile_it(nm.where_kept, GRAD=tl.bfloat16, **sides)
     compile_it(units.where_kept, GRAD=tl.float32, INLINE=True, U=128, W=16)
+    sizes = {"BLOCK": 2048, "ROWS": 512}
+    for kinds in (
+        {"owners": None, "GROUPS": 1, "SOFT": True, "ABS": True, "DTYPE": tl.float32, "SUM": tl.float32},
+        {"GROUPS": 64, "SOFT": True, "ABS": False, "DTYPE": tl.float32, "SUM": tl.float64},
+        {"GROUPS": 2, "SOFT": False, "ABS": True, "DTYPE": tl.bfloat16, "SUM": tl.float32},
+    ):
+        compile_it(search, COLD=False, SAMPLED=True, ALIGNED=True, **kinds, **sizes)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from spartan import IMP, Flops, Sparsifier, Spartan, TopKAST, constant, linear
+from spartan import IMP, Flops, Sparsifier, Spartan, TopKAST, constant, linear, soft_topk
 from spartan.kernels import chunk_engine
 from spartan.kernels.chunk_engine import ChunkEngine
 from spartan.methods.base import Method
 from spartan.ops.parts import Part
 from spartan.ops.select import boundary
-from spartan.ops.soft_topk import residual_at
+from spartan.ops.soft_topk import logit, moments, residual_at, rest_of_step
 
 METHODS = {
     "spartan": Spartan(beta=linear(1, 200)),
@@ -143,3 +144,87 @@ def test_nothing_and_everything() -> None:
         assert int(threshold.keep(theta.abs()).sum()) == k
         assert dual is not None
         assert float(dual.mask(theta.abs()).sum()) == pytest.approx(k, rel=1e-5)
+
+
+@pytest.mark.parametrize("costs", [[1.0, 1.0], [1.0, 2.5]])
+def test_ties_at_the_threshold_are_cut_by_position_without_starting_anew(costs: list[float]) -> None:
+    """Some of 25 million float32 weights are equal to the threshold in one step of ten."""
+    rng = torch.Generator().manual_seed(0)
+    thetas = [torch.randn(12_345, generator=rng), torch.randn(777, generator=rng)]
+    engine = ChunkEngine(thetas, thetas, costs, [1.0, 1.0])
+    k = 0.2 * engine.total
+    value = float(engine.choose(k, None)[0].value)
+    for theta in thetas:
+        near = (theta.abs() - value).abs() < 0.02
+        theta[near] = value * theta[near].sign()
+        assert int(near.sum()) > 2
+    parts = [Part(t.abs(), c) for t, c in zip(thetas, costs, strict=True)]
+    cuts = set()
+    for room in (-20.0, -7.5, -1.0, -0.4, 0.0, 1.0, 2.0, 7.5, 20.0):
+        expected = boundary(parts, k + room).threshold
+        found = engine._first_pass(k + room, None)[0]
+        assert found is not None
+        assert (found.value, found.cut) == (expected.value, expected.cut) == (value, expected.cut)
+        cuts.add(found.cut)
+    assert len(cuts) > 3
+
+
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 0.37])
+def test_what_is_not_kept_is_plus_zero(factor: float, soft: bool) -> None:
+    rng = torch.Generator().manual_seed(0)
+    thetas = [(8 * torch.randn(n, generator=rng)).round() / 8 for n in (12_345, 50)]  # ties, zeros of both signs
+    parameters = [torch.full_like(t, -1.0) for t in thetas]
+    engine = ChunkEngine(parameters, thetas, [1.0, 1.0], [factor, factor])
+    u = torch.cat(thetas).abs() * factor
+    for k in (0.0, 1234.0, 1235.0, 12_000.0, 12_395.0):
+        threshold, dual = engine.choose(k, 3.0)
+        assert dual is not None
+        kept = threshold.keep(u)
+        assert int(kept.sum()) == k
+        engine.project(soft)
+        w = torch.cat(thetas) * dual.mask(u) if soft else torch.cat(thetas)
+        torch.testing.assert_close(torch.cat(parameters), torch.where(kept, w, 0.0), rtol=1e-5, atol=0.0)
+        assert not torch.cat(parameters)[~kept].signbit().any()
+        grads = [torch.full_like(t, -torch.inf) for t in thetas]
+        engine.where_kept(grads)
+        assert torch.equal(torch.cat(grads), torch.where(kept, -torch.inf, 0.0))
+        assert not torch.cat(grads)[~kept].signbit().any()
+
+
+@pytest.mark.parametrize("beta", [1.0, 20.0, 300.0])
+def test_gradients_are_those_of_autograd(beta: float) -> None:
+    """Against float64; β·τ is above and below what decides how the line is written."""
+    rng = torch.Generator().manual_seed(0)
+    costs, factors = [1.0, 2.5], [1.0, 0.37]
+    thetas = [torch.randn(n, generator=rng) for n in (12_345, 777)]
+    grads = [torch.randn(t.shape, generator=rng) for t in thetas]
+    engine = ChunkEngine(thetas, thetas, costs, factors)
+    k = 0.2 * engine.total
+    engine.choose(k, 0.99 * beta)
+    engine.choose(k, beta)
+    whole = torch.cat(thetas).double().requires_grad_()
+    f, c = (torch.cat([torch.full_like(t, x) for t, x in zip(thetas, of, strict=True)]) for of in (factors, costs))
+    m = soft_topk(whole.abs() * f.double() * c.double(), k, beta, costs=c.double())
+    (expected,) = torch.autograd.grad(whole * m, whole, torch.cat(grads).double())
+    engine.through_mask(grads)
+    error = (torch.cat(grads) - expected).abs().max() / expected.abs().max()
+    assert error < 5e-7 * max(beta, 4.0)  # β times the rounding of u
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])
+def test_what_a_newton_step_leaves_is_no_more_than_said(spread: float) -> None:
+    """The bound is not far off either: a hundredfold at most, where it is not nothing."""
+    rng = torch.Generator().manual_seed(0)
+    parts = [Part(torch.randn(n, generator=rng, dtype=torch.float64).abs(), c) for n, c in ((4000, 1.0), (500, 3.0))]
+    total = 5500.0
+    tightest = math.inf
+    for density in (0.02, 0.1, 0.5, 0.9):
+        k = density * total
+        for mu in torch.linspace(-3, 3, 25).tolist():
+            f, d = moments(parts, spread, 0.0, mu)
+            step = (logit(f / total) - logit(k / total)) * f * (total - f) / (total * d)
+            bound, left = rest_of_step(step, f, d, total), abs(moments(parts, spread, 0.0, mu - step)[0] - k) / k
+            assert left <= bound * (1 + 1e-9) + 1e-13
+            tightest = min(tightest, bound / left)
+    assert tightest < 100

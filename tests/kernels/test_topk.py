@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from spartan.kernels import topk
 from spartan.kernels.state import PASSES, State
+from spartan.kernels.tables import Pieces
 from spartan.kernels.topk import TopK
 from spartan.ops.parts import Part
 from spartan.ops.select import boundary
@@ -156,3 +158,47 @@ def test_any_problem(data: st.DataObject) -> None:
     total = math.fsum(c * n for c, n in zip(costs, sizes, strict=True))
     k = data.draw(st.floats(0, 1)) * total
     Case(tensors, costs, absolute=data.draw(st.booleans())).check(tensors, k)
+
+
+def test_ties_far_into_a_long_piece() -> None:
+    """More of them than fit, in each of many pieces: the cut is found there, whichever piece it is in."""
+    rng = torch.Generator().manual_seed(0)
+    tensors = [torch.randint(1, 4, (n,), generator=rng).float() for n in (30_011, 70_001)]
+    case = Case(tensors)
+    for k in (1, 5_000, 20_000, 33_333, 40_000, 66_667, 99_999):
+        case.check(tensors, float(k))
+
+
+def test_tensors_that_are_not_aligned() -> None:
+    """Slices start anywhere; the same problem, aligned again, is then solved by other instructions."""
+    rng = torch.Generator().manual_seed(0)
+    whole = [torch.randn(n + 3, generator=rng).to(DEVICE) for n in (5_000, 2_047)]
+    case = Case([t[:-3] for t in whole])
+    for first in (1, 0, 3):
+        case.check([t[first : len(t) - 3 + first] for t in whole], 700.0, 10.0)
+
+
+@pytest.mark.parametrize("factor", [1.001, 1.01, 0.9, 30.0, 1e-12, 1e12])
+def test_a_threshold_that_is_no_longer_near(factor: float) -> None:
+    tensors = odd()
+    case = Case(tensors)
+    case.check(tensors, 1000.0, 10.0)
+    case.check([factor * t for t in tensors], 1000.0, 10.0 / factor)
+
+
+def test_shares_are_even_and_whole() -> None:
+    """Every entry lies in one piece, and every program has as many of them, to within what a tensor's end leaves."""
+    sizes = [100_000, 1, 0, 33_333, 2_500_000, 1_025]
+    pieces = Pieces(sizes, [1.0] * 6, [1.0] * 6, DEVICE, programs=40)
+    rows, shares = pieces.table.tolist(), pieces.shares.tolist()
+    assert shares[0] == 0
+    assert shares[-1] == len(rows)
+    assert len(shares) <= 41
+    for tensor, size in enumerate(sizes):
+        mine = [(start, length) for which, start, length, _ in rows if which == tensor]
+        assert all(start % 1024 == 0 for start, _ in mine)
+        assert [start for start, _ in mine] == [sum(n for _, n in mine[:i]) for i in range(len(mine))]
+        assert sum(length for _, length in mine) == size
+    work = [sum(row[2] for row in rows[a:b]) for a, b in itertools.pairwise(shares)]
+    assert max(work) <= sum(sizes) / 40 + 2 * 1024
+    assert min(work[:-1]) >= sum(sizes) / 40 - 1024

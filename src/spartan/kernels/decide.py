@@ -11,17 +11,19 @@ from spartan.kernels.state import (
     CENTER,
     COST,
     CUT,
-    FLOATS,
     FRESH,
+    FURTHER,
     GOAL,
+    GUESSED,
     HARD_DONE,
     HIGH,
-    INTS,
+    HIGHEST,
     JUMPED,
     LAST_BETA,
     LEAST,
     LOW,
     MOST,
+    NEAR,
     OFFSET,
     ORIGIN,
     PASSES,
@@ -36,21 +38,13 @@ from spartan.kernels.state import (
     TOTAL,
     VALUE,
     WAITS,
-    WINDOW,
     K,
     S,
     float_of,
     key_of,
+    look_around,
     look_at,
 )
-
-
-@triton.jit
-def begin(floats, ints, limits, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.constexpr):
-    """Every group starts from its last solution, with the budget and β that its state holds now."""
-    group = tl.program_id(0)
-    if tl.load(limits + 6 * group) < tl.load(limits + 6 * group + 1):
-        start(floats + group * FLOATS, ints + group * INTS, SOFT, COLD, SAMPLED)
 
 
 @triton.jit
@@ -76,9 +70,9 @@ def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.cons
         value = tl.load(floats + VALUE)
         if solved & (value > -float("inf")):
             key = key_of(value.to(tl.float32)).to(tl.int64)
-            look_at(ints, tl.maximum(key - WINDOW, 0), tl.minimum(key + WINDOW - 1, 4294967295))
+            look_around(ints, key, NEAR)
         else:
-            look_at(ints, zero, zero + 4294967295)
+            look_at(ints, zero, zero + HIGHEST)
             if SAMPLED:
                 tl.store(ints + SAMPLES, 1)
     if SOFT:
@@ -112,99 +106,70 @@ def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.cons
 
 
 @triton.jit
-def narrow(floats, ints, limits, counts, above, costs, prices, ROWS: tl.constexpr):
+def narrow(
+    floats, ints, higher, cost_of, number_in, k, total, room, low, high, shift, sampled, hard_done, value, known
+):  # fmt: skip
     """Which bin holds the threshold: the highest one at which what lies above it, and it, no longer fit."""
     bins = tl.arange(0, BINS)
-    cost_of = tl.zeros((BINS,), tl.float64)
-    number_in = tl.zeros((BINS,), tl.int64)
-    over = tl.zeros((ROWS,), tl.float64)
-    first_kind = tl.load(limits + 2)
-    for i in range(0, tl.load(limits + 3) - first_kind):
-        kind = first_kind + i
-        number = tl.load(counts + kind * BINS + bins)
-        tl.store(counts + kind * BINS + bins, 0)  # for the next pass
-        cost_of += number.to(tl.float64) * tl.load(prices + kind)
-        number_in += number
-    first = tl.load(limits)
-    last = tl.load(limits + 1)
-    for i in range(0, last - first, ROWS):
-        row = first + i + tl.arange(0, ROWS)
-        there = row < last
-        cost = tl.load(costs + row, mask=there, other=0.0)
-        over += tl.load(above + row, mask=there, other=0).to(tl.float64) * cost
-    higher = tl.sum(over)
-    down_to = higher + tl.sum(cost_of) - tl.cumsum(cost_of) + cost_of
-    k = tl.load(floats + K)
-    low = tl.load(ints + LOW)
-    high = tl.load(ints + HIGH)
-    shift = tl.load(ints + SHIFT)
-    sampled = tl.load(ints + SAMPLES) == 1
+    all_within = tl.sum(cost_of)
+    down_to = higher + all_within - tl.cumsum(cost_of) + cost_of
     if sampled:  # the same share of what was looked at; the first look, at all keys, tells how much that is
-        seen = tl.where(high - low == 4294967295, higher + tl.sum(cost_of), tl.load(floats + ROOM))
+        seen = tl.where(high - low == HIGHEST, higher + all_within, room)
         tl.store(floats + ROOM, seen)
-        k = k * (seen / tl.load(floats + TOTAL))
+        k = k * (seen / total)
     bin = tl.max(tl.where(down_to > k, bins, -1)).to(tl.int64)
+    further = (high - low + 1) * FURTHER
     if higher > k:
-        look_at(ints, high + 1, tl.full((), 4294967295, tl.int64))
+        look_at(ints, high + 1, tl.minimum(high + further, HIGHEST))
     elif bin < 0:
-        look_at(ints, tl.full((), 0, tl.int64), low - 1)
+        look_at(ints, tl.maximum(low - further, 0), low - 1)
     elif shift > 0:
         first_key = low + (bin << shift)
         width = tl.full((), 1, tl.int64) << shift
         look_at(ints, first_key, tl.minimum(first_key + width - 1, high))
     elif sampled:
-        tl.store(floats + VALUE, float_of(low + bin).to(tl.float64))
+        value = float_of(low + bin).to(tl.float64)
+        known = known | (bin >= 0)
+        tl.store(floats + VALUE, value)
         tl.store(ints + SAMPLES, 2)
-        look_at(ints, tl.maximum(low + bin - WINDOW, 0), tl.minimum(low + bin + WINDOW - 1, 4294967295))
+        look_around(ints, low + bin, GUESSED)
     else:
         kept = higher + tl.sum(tl.where(bins > bin, cost_of, 0.0))
         ties = tl.sum(tl.where(bins == bin, number_in, 0))
-        value = float_of(low + bin)
-        tl.store(floats + VALUE, value.to(tl.float64))
+        value = float_of(low + bin).to(tl.float64)
+        known = known | (bin >= 0)
+        hard_done = hard_done | (bin >= 0)
+        tl.store(floats + VALUE, value)
         tl.store(floats + COST, kept)
         tl.store(floats + ROOM, k - kept)
         tl.store(ints + TIES, tl.where((k - kept > 0.0) & (ties > 1), 1, 0))
         tl.store(ints + HARD_DONE, 1)
+    return hard_done, value, known
 
 
 @triton.jit
-def newton(floats, ints, limits, sums, costs, tol, ROWS: tl.constexpr):
+def start_from(floats, ints, value):
+    """The soft mask is sought from the threshold on."""
+    tl.store(floats + ORIGIN, value)
+    tl.store(floats + CENTER, value)
+    tl.store(floats + OFFSET, 0.0)
+    tl.store(floats + S, 0.0)
+    tl.store(ints + WAITS, 0)
+
+
+@triton.jit
+def newton(
+    floats, ints, f, d, u_low, u_high, k, total, goal, beta, origin, s, least, most, fresh, jumped, hard_done, value, tol
+):  # fmt: skip
     """One step towards the root of logit(F/C) = logit(k/C), kept inside its bracket."""
-    f_rows = tl.zeros((ROWS,), tl.float64)
-    d_rows = tl.zeros((ROWS,), tl.float64)
-    least_u = tl.full((ROWS,), float("inf"), tl.float64)
-    most_u = tl.full((ROWS,), -float("inf"), tl.float64)
-    first = tl.load(limits)
-    last = tl.load(limits + 1)
-    for i in range(0, last - first, ROWS):
-        row = first + i + tl.arange(0, ROWS)
-        there = row < last
-        cost = tl.load(costs + row, mask=there, other=0.0)
-        m = tl.load(sums + 4 * row, mask=there, other=0.0)
-        m2 = tl.load(sums + 4 * row + 1, mask=there, other=0.0)
-        f_rows += m * cost
-        d_rows += (m - m2) * cost
-        least_u = tl.minimum(least_u, tl.load(sums + 4 * row + 2, mask=there, other=float("inf")))
-        most_u = tl.maximum(most_u, tl.load(sums + 4 * row + 3, mask=there, other=-float("inf")))
-    f = tl.sum(f_rows)
-    d = tl.sum(d_rows)
-    u_low = tl.min(least_u)
-    u_high = tl.max(most_u)
-    k = tl.load(floats + SOFT_K)
-    total = tl.load(floats + TOTAL)
-    goal = tl.load(floats + GOAL)
-    beta = tl.load(floats + BETA)
-    origin = tl.load(floats + ORIGIN)
-    s = tl.load(floats + S)
     if u_low == u_high:  # all alike: the mask is flat
         tl.store(floats + CENTER, u_low)
         tl.store(floats + OFFSET, goal)
         tl.store(floats + RESIDUAL, 0.0)
         tl.store(ints + SOFT_DONE, 1)
     else:
-        fresh = tl.load(ints + FRESH) != 0
-        least = tl.where(fresh, goal - beta * (u_high - origin), tl.load(floats + LEAST))
-        most = tl.where(fresh, goal - beta * (u_low - origin), tl.load(floats + MOST))
+        least = tl.where(fresh, goal - beta * (u_high - origin), least)
+        most = tl.where(fresh, goal - beta * (u_low - origin), most)
         residual = tl.abs(f - k) / k
         tl.store(floats + RESIDUAL, residual)
         if residual <= tol:
@@ -221,16 +186,16 @@ def newton(floats, ints, limits, sums, costs, tol, ROWS: tl.constexpr):
             following = s - step
             good = steep & (following > least) & (following < most)
             # A mask that is flat here says nothing: look where the hard mask ends, then halve the bracket.
-            edge = beta * (origin - tl.load(floats + VALUE))
-            jump = (tl.load(ints + HARD_DONE) != 0) & (tl.load(ints + JUMPED) == 0) & (edge > least) & (edge < most)
-            jump = jump & (good == 0)
-            following = tl.where(good, following, tl.where(jump, edge, 0.5 * (least + most)))
-            if jump:
-                tl.store(ints + JUMPED, 1)
+            edge = beta * (origin - value)
+            jump = hard_done & (jumped == 0) & (edge > least) & (edge < most) & (good == 0)
+            following = tl.where(good, following, 0.5 * (least + most))
             tl.store(floats + LEAST, least)
             tl.store(floats + MOST, most)
-            tl.store(ints + FRESH, 0)
-            if (following > least) & (following < most):
+            tl.store(ints + FRESH, tl.where(jump, 1, 0))
+            if jump:
+                tl.store(ints + JUMPED, 1)
+                start_from(floats, ints, value)
+            elif (following > least) & (following < most):
                 tl.store(floats + S, following)
                 near = tl.abs(following) <= 4.0
                 center = tl.where(near, origin, tl.minimum(tl.maximum(origin - following / beta, u_low), u_high))
@@ -241,44 +206,89 @@ def newton(floats, ints, limits, sums, costs, tol, ROWS: tl.constexpr):
                 if good & (tl.abs(step) < 2e-4):
                     tl.store(floats + RESIDUAL, step * step)
                     tl.store(ints + SOFT_DONE, 1)
-            else:  # the bracket is down to neighbouring numbers
+            elif jumped == 0:  # the bracket is down to neighbouring numbers, and its origin may be far away
+                tl.store(ints + JUMPED, 1)
+                tl.store(ints + FRESH, 1)
+                if hard_done:
+                    start_from(floats, ints, value)
+                else:
+                    tl.store(ints + WAITS, 1)
+            else:
                 tl.store(ints + SOFT_DONE, 1)
-
-
-@triton.jit
-def control(
-    floats, ints, limits, counts, above, sums, costs, prices, tol, SOFT: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """After a pass: what it found of every group, and where the next one looks."""
-    group = tl.program_id(0)
-    if tl.load(limits + 6 * group) < tl.load(limits + 6 * group + 1):
-        own = limits + 6 * group
-        decide(floats + group * FLOATS, ints + group * INTS, own, counts, above, sums, costs, prices, tol, SOFT, ROWS)
 
 
 @triton.jit
 def decide(
     floats, ints, limits, counts, above, sums, costs, prices, tol, SOFT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """The same of one group."""
+    """What a pass found of a group, and where the next one looks."""
+    # All that may be needed is read at once: one way to the memory and back, not twenty one after the other.
+    first = tl.load(limits)
+    last = tl.load(limits + 1)
+    first_kind = tl.load(limits + 2)
+    last_kind = tl.load(limits + 3)
     hard = tl.load(ints + HARD_DONE) == 0
-    soft = False
+    samples = tl.load(ints + SAMPLES)
+    passes = tl.load(ints + PASSES)
+    low = tl.load(ints + LOW)
+    high = tl.load(ints + HIGH)
+    shift = tl.load(ints + SHIFT)
+    k = tl.load(floats + K)
+    total = tl.load(floats + TOTAL)
+    room = tl.load(floats + ROOM)
+    value = tl.load(floats + VALUE)
+    waits = tl.load(ints + WAITS) != 0
+    soft = (tl.load(ints + SOFT_DONE) == 0) & (tl.load(ints + WAITS) == 0)
     if SOFT:
-        soft = (tl.load(ints + SOFT_DONE) == 0) & (tl.load(ints + WAITS) == 0)
-    if (hard | soft) & (tl.load(ints + SAMPLES) != 1):
-        tl.store(ints + PASSES, tl.load(ints + PASSES) + 1)
-    if hard:
-        narrow(floats, ints, limits, counts, above, costs, prices, ROWS)
-    tl.debug_barrier()  # what one thread wrote, all read
-    if soft:
-        newton(floats, ints, limits, sums, costs, tol, ROWS)
-    if SOFT:
-        tl.debug_barrier()
-        known = (tl.load(ints + HARD_DONE) != 0) | (tl.load(ints + SAMPLES) == 2)
-        if (tl.load(ints + WAITS) != 0) & known:
-            value = tl.load(floats + VALUE)
-            tl.store(floats + ORIGIN, value)
-            tl.store(floats + CENTER, value)
-            tl.store(floats + OFFSET, 0.0)
-            tl.store(floats + S, 0.0)
-            tl.store(ints + WAITS, 0)
+        fresh = tl.load(ints + FRESH) != 0
+        jumped = tl.load(ints + JUMPED)
+        soft_k = tl.load(floats + SOFT_K)
+        goal = tl.load(floats + GOAL)
+        beta = tl.load(floats + BETA)
+        origin = tl.load(floats + ORIGIN)
+        s = tl.load(floats + S)
+        least = tl.load(floats + LEAST)
+        most = tl.load(floats + MOST)
+    if hard | soft:
+        over = tl.zeros((ROWS,), tl.float64)
+        f = tl.zeros((ROWS,), tl.float64)
+        d = tl.zeros((ROWS,), tl.float64)
+        least_u = tl.full((ROWS,), float("inf"), tl.float64)
+        most_u = tl.full((ROWS,), -float("inf"), tl.float64)
+        for i in range(0, last - first, ROWS):
+            row = first + i + tl.arange(0, ROWS)
+            there = row < last
+            cost = tl.load(costs + row, mask=there, other=0.0)
+            over += tl.load(above + row, mask=there, other=0).to(tl.float64) * cost
+            if SOFT:
+                m = tl.load(sums + 4 * row, mask=there, other=0.0)
+                m2 = tl.load(sums + 4 * row + 1, mask=there, other=0.0)
+                f += m * cost
+                d += (m - m2) * cost
+                least_u = tl.minimum(least_u, tl.load(sums + 4 * row + 2, mask=there, other=float("inf")))
+                most_u = tl.maximum(most_u, tl.load(sums + 4 * row + 3, mask=there, other=-float("inf")))
+        hard_done = hard == 0
+        known = hard_done | (samples == 2)
+        if samples != 1:
+            tl.store(ints + PASSES, passes + 1)
+        if hard:
+            bins = tl.arange(0, BINS)
+            cost_of = tl.zeros((BINS,), tl.float64)
+            number_in = tl.zeros((BINS,), tl.int32)
+            for kind in range(first_kind, last_kind):
+                number = tl.load(counts + kind * BINS + bins)
+                tl.store(counts + kind * BINS + bins, 0)  # for the next pass
+                cost_of += number.to(tl.float64) * tl.load(prices + kind)
+                number_in += number
+            hard_done, value, known = narrow(
+                floats, ints, tl.sum(over), cost_of, number_in, k, total, room, low, high, shift, samples == 1,
+                hard_done, value, known,
+            )  # fmt: skip
+        if SOFT:
+            if soft:
+                newton(
+                    floats, ints, tl.sum(f), tl.sum(d), tl.min(least_u), tl.max(most_u), soft_k, total, goal, beta, origin,
+                    s, least, most, fresh, jumped, hard_done, value, tol,
+                )  # fmt: skip
+            elif waits & known:
+                start_from(floats, ints, value)

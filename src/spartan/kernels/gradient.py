@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from spartan.kernels.state import BETA, CUT, FLOATS, INTS, SOFT_K, VALUE, group_of, row_of
-from spartan.kernels.weights import mask_of
+from spartan.kernels.weights import line_of, mask_of
 
 # What `pull` leaves for `through_mask`.
 RATIO = tl.constexpr(0)  # a₁/a₂
@@ -30,6 +30,7 @@ def pull(
     grad_at = grad.to(tl.pointer_type(GRAD)) + start
     there = grad != 0
     floats = all_floats + group_of(groups, piece) * FLOATS
+    slope, center, shift = line_of(floats)
     a1 = tl.zeros((BLOCK,), tl.float32)
     a2 = tl.zeros((BLOCK,), tl.float32)
     f = tl.zeros((BLOCK,), tl.float32)
@@ -40,10 +41,10 @@ def pull(
         g = tl.zeros((BLOCK,), tl.float32)
         if there:
             g = tl.load(grad_at + here, mask=inside, other=0.0).to(tl.float32)
-        m = mask_of(tl.abs(theta) * factor, floats)
-        slope = tl.where(inside, m - m * m, 0.0)
-        a1 += g * theta * slope
-        a2 += slope
+        m = mask_of(tl.abs(theta) * factor, slope, center, shift)
+        steep = tl.where(inside, m - m * m, 0.0)
+        a1 += g * theta * steep
+        a2 += steep
         f += tl.where(inside, m, 0.0)
     one = tl.sum(a1)
     # Its own gradient says that it is not finite; the others', which a loss scaler may have found good, stay so.
@@ -108,6 +109,7 @@ def through_mask(
         floats = all_floats + group * FLOATS
         back = (tl.load(out + 2 * group + RATIO) * tl.load(costs + piece)).to(tl.float32)
         scale = tl.load(floats + BETA).to(tl.float32) * factor
+        slope, center, shift = line_of(floats)
         theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
         grad_at = grad.to(tl.pointer_type(GRAD)) + start
         for i in range(0, length, BLOCK):
@@ -115,7 +117,7 @@ def through_mask(
             inside = here < length
             theta = tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)
             g = tl.load(grad_at + here, mask=inside, other=0.0).to(tl.float32)
-            m = mask_of(tl.abs(theta) * factor, floats)
+            m = mask_of(tl.abs(theta) * factor, slope, center, shift)
             sign = tl.where(theta > 0.0, 1.0, tl.where(theta < 0.0, -1.0, 0.0))
             moved = sign * scale * (m - m * m) * (g * theta - back)
             tl.store(grad_at + here, (m * g + moved).to(GRAD), mask=inside)

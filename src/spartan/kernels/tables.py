@@ -10,6 +10,8 @@ from torch import Tensor
 # A program's share. Small enough to fill a GPU with a few million weights, large enough that the pieces' own sums,
 # which one program adds up, stay few.
 SMALLEST, MOST = 1 << 12, 1 << 11
+# Where shares are cut within a tensor: what is aligned there is aligned in every piece.
+GRAIN = 1 << 10
 
 
 class Pieces:
@@ -18,7 +20,8 @@ class Pieces:
     `table` has a row per piece: its tensor, where in that tensor it starts, how long it is, and its position among all
     entries of its group. `groups` tells which group that is, where there are several; `costs` and `factors` repeat what
     is given per tensor, `kinds` tells which of the different `prices` it has. `limits` has a row per group: its pieces,
-    its prices and its tensors, each from the first to the one past the last.
+    its prices and its tensors, each from the first to the one past the last. With `programs`, pieces also end where the
+    entries are divided evenly among so many, and `shares` has the first piece of each, and the end.
 
     Args:
         sizes: entries of each tensor.
@@ -28,6 +31,7 @@ class Pieces:
         smallest: entries that a piece has at least, but for the last of a tensor.
         owners: the group of each tensor, in order; None for a single one.
         groups: how many there are.
+        programs: among how many the entries are divided evenly; 0 if every piece has its own.
     """
 
     def __init__(
@@ -39,12 +43,18 @@ class Pieces:
         smallest: int = SMALLEST,
         owners: Sequence[int] | None = None,
         groups: int = 1,
+        programs: int = 0,
     ) -> None:
         owners = [0] * len(sizes) if owners is None else owners
         self.total = sum(sizes)
         length = smallest
         while length * MOST < self.total:
             length *= 2
+        share = self.total
+        if programs:
+            share = _up(-(-self.total // programs))
+            length = _up(-(-share // -(-share // length)))  # as long as each other, within a share
+        shares, filled = [0], 0
         rows: list[tuple[int, int, int, int]] = []
         kinds: list[int] = []
         prices: list[float] = []
@@ -53,14 +63,23 @@ class Pieces:
             mine, position = [i for i, owner in enumerate(owners) if owner == group], 0
             own_prices, first, first_kind = sorted({costs[i] for i in mine}), len(rows), len(prices)
             for i in mine:
-                starts = range(0, sizes[i], length)
-                rows += [(i, start, min(length, sizes[i] - start), position + start) for start in starts]
-                kinds += [first_kind + own_prices.index(costs[i])] * len(starts)
+                start = 0
+                while start < sizes[i]:
+                    taken = min(length, sizes[i] - start, _up(share - filled) if programs else length)
+                    rows.append((i, start, taken, position + start))
+                    kinds.append(first_kind + own_prices.index(costs[i]))
+                    start, filled = start + taken, filled + taken
+                    if programs and filled >= share:
+                        shares.append(len(rows))
+                        filled = 0
                 position += sizes[i]
             prices += own_prices
             tensors = (mine[0], mine[-1] + 1) if mine else (0, 0)
             limits.append((first, len(rows), first_kind, len(prices), *tensors))
+        if filled:
+            shares.append(len(rows))
         self.count, self.length, which = len(rows), length, [row[0] for row in rows]
+        self.shares = torch.tensor(shares, dtype=torch.int64).to(device)
         self.table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).to(device)
         of = torch.tensor([owners[i] for i in which], dtype=torch.int32)
         self.groups = of.to(device) if groups > 1 else None  # nothing to look up
@@ -71,8 +90,15 @@ class Pieces:
         self.factors = torch.tensor([factors[i] for i in which], dtype=torch.float32).to(device)
 
 
+def _up(entries: int) -> int:
+    """The next multiple of the grain."""
+    return -(-entries // GRAIN) * GRAIN
+
+
 class Addresses:
     """Where the tensors of a list lie, as a table on the device; sent again only when they moved."""
+
+    aligned = True  # to 16 bytes, all of them
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -90,5 +116,5 @@ class Addresses:
             if len(self._last) != len(now):
                 self._table = torch.empty_like(table, device=self.device)
             self._table.copy_(table, non_blocking=True)
-            self._last = now
+            self._last, self.aligned = now, all(address % 16 == 0 for address in now)
         return self._table

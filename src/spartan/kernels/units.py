@@ -14,7 +14,7 @@ import triton.language as tl
 
 from spartan.kernels.gradient import RATIO
 from spartan.kernels.state import BETA, CUT, VALUE, row_of
-from spartan.kernels.weights import mask_of
+from spartan.kernels.weights import line_of, mask_of
 
 
 @triton.jit
@@ -81,13 +81,14 @@ def project(
     stride = tl.load(shape + 3)
     value = tl.load(floats + VALUE).to(tl.float32)
     cut = tl.load(ints + CUT) - position
+    slope, center, shift = line_of(floats)
     for i in range(0, length, U):
         unit = i + tl.arange(0, U)
         there = unit < length
         corner, first = corner_of(start + unit, shape)
         u = tl.load(units + position + unit, mask=there, other=0.0)
         kept = ((u > value) | ((u == value) & (unit < cut)))[:, None]
-        m = mask_of(u, floats).to(DTYPE).to(tl.float32)[:, None]
+        m = mask_of(u, slope, center, shift).to(DTYPE).to(tl.float32)[:, None]
         for j in range(0, w, W):
             top, inside = tile_of(corner, first, there, j, shape, columns, INLINE, W)
             for r in range(0, h):
@@ -113,6 +114,7 @@ def pull(
     h = tl.load(shape)
     w = tl.load(shape + 2)
     stride = tl.load(shape + 3)
+    slope, center, shift = line_of(floats)
     a1 = tl.zeros((U,), tl.float32)
     a2 = tl.zeros((U,), tl.float32)
     f = tl.zeros((U,), tl.float32)
@@ -130,10 +132,10 @@ def pull(
                     found += tl.load(grad_at + at, mask=inside, other=0.0).to(tl.float32) * theta
         pulled = tl.sum(found, 1)
         tl.store(pulls + position + unit, pulled, mask=there)
-        m = mask_of(tl.load(units + position + unit, mask=there, other=0.0), floats)
-        slope = tl.where(there, m - m * m, 0.0)
-        a1 += pulled * slope
-        a2 += slope
+        m = mask_of(tl.load(units + position + unit, mask=there, other=0.0), slope, center, shift)
+        steep = tl.where(there, m - m * m, 0.0)
+        a1 += pulled * steep
+        a2 += steep
         f += tl.where(there, m, 0.0)
     one = tl.sum(a1)
     # Its own gradient says that it is not finite; the others', which a loss scaler may have found good, stay so.
@@ -155,6 +157,7 @@ def through_mask(
     if grad != 0:
         back = (tl.load(out + RATIO) * tl.load(costs + piece)).to(tl.float32)
         scale = tl.load(floats + BETA).to(tl.float32) * tl.load(factors + piece)
+        slope, center, shift = line_of(floats)
         theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE))
         grad_at = grad.to(tl.pointer_type(GRAD))
         shape = shapes + 5 * which
@@ -165,7 +168,7 @@ def through_mask(
             unit = i + tl.arange(0, U)
             there = unit < length
             corner, first = corner_of(start + unit, shape)
-            m = mask_of(tl.load(units + position + unit, mask=there, other=0.0), floats)
+            m = mask_of(tl.load(units + position + unit, mask=there, other=0.0), slope, center, shift)
             pulled = tl.load(pulls + position + unit, mask=there, other=0.0)
             moved = (scale * (m - m * m) * (pulled - back))[:, None]
             mask = m[:, None]

@@ -8,16 +8,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spartan.kernels.ptx import LOG2E, logistic
 from spartan.kernels.state import BETA, CENTER, CUT, FLOATS, INTS, OFFSET, VALUE, group_of, row_of
 
 
 @triton.jit
-def mask_of(u, floats):
-    """The soft mask at the present dual."""
-    beta = tl.load(floats + BETA).to(tl.float32)
-    center = tl.load(floats + CENTER).to(tl.float32)
-    offset = tl.load(floats + OFFSET).to(tl.float32)
-    return tl.sigmoid((u - center) * beta + offset)
+def line_of(floats):
+    """The present dual: sigmoid(β(u − center) + offset) = 1/(1 + 2^(slope·(u − center) + shift))."""
+    slope = tl.load(floats + BETA) * -LOG2E
+    shift = tl.load(floats + OFFSET) * -LOG2E
+    return slope.to(tl.float32), tl.load(floats + CENTER).to(tl.float32), shift.to(tl.float32)
+
+
+@triton.jit
+def mask_of(u, slope, center, shift):
+    """The soft mask."""
+    return logistic((u - center) * slope + shift)
 
 
 @triton.jit
@@ -37,6 +43,7 @@ def project(
         parameter_at = parameter.to(tl.pointer_type(DTYPE)) + start
         value = tl.load(floats + VALUE).to(tl.float32)
         cut = tl.load(all_ints + group * INTS + CUT) - position
+        slope, center, shift = line_of(floats)
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
             inside = here < length
@@ -45,7 +52,7 @@ def project(
             kept = (u > value) | ((u == value) & (here < cut))
             w = theta
             if SOFT:
-                w = theta * mask_of(u, floats).to(DTYPE).to(tl.float32)
+                w = theta * mask_of(u, slope, center, shift).to(DTYPE).to(tl.float32)
             tl.store(parameter_at + here, tl.where(kept, w, 0.0).to(DTYPE), mask=inside)
 
 
