@@ -127,10 +127,12 @@ def solve(
         last, s = s, _newton(s, f, d, total, goal)
         if not least < s < most:
             s = 0.5 * (least + most)
-        elif isinstance(parts, Spread) and residual > tol and 1.5 * (s - last) ** 2 <= tol:
-            # |ΔF|/k is at most 1.5 times the square of Newton's step: no round of sums just to see it.
+        elif (
+            isinstance(parts, Spread) and residual > tol and (rest := rest_of_step(s - last, f, d, total)) <= 0.5 * tol
+        ):
+            # No round of sums just to see it; the other half is for rounding.
             center, offset = _split(origin, s, beta, center, parts[0].u.dtype)
-            return Dual(beta, center, offset, passes=passes, residual=1.5 * (s - last) ** 2)
+            return Dual(beta, center, offset, passes=passes, residual=rest)
         if residual <= tol or not least < s < most:  # the latter: the bracket is down to neighbouring numbers
             break
     return best
@@ -141,6 +143,29 @@ def _newton(s: float, f: float, d: float, total: float, goal: float) -> float:
     if not 0 < f < total or d <= 0:
         return math.nan
     return s - (logit(f / total) - goal) * f * (total - f) / (total * d)
+
+
+def rest_of_step(step: float, f: float, d: float, total: float) -> float:
+    """What |F − k|/k is at most after a Newton step on h(μ) = logit(F/C) − logit(k/C), without a look at the units.
+
+    Write E_w[m] = Σ c·w·m / Σ c·w. Then 1 − h' = E_m − E_{1−m} and h''/h' = E_m + E_{1−m} − 2·E_{m(1−m)}, and the last
+    mean lies between the first two. So |h''| ≤ h'(1 − h'): logit(h') moves no faster than μ, and a step δ leaves
+
+        |h| ≤ h'(1 − h')·(exp|δ| − 1 − |δ|)
+
+    Nothing where all u are equal, or β is 0, since h' = 1 there.
+
+    Args:
+        step: δ.
+        f: F = Σ c m before the step.
+        d: D = Σ c m(1−m) there.
+        total: C = Σ c.
+    """
+    if not abs(step) < 1.0:
+        return math.inf
+    steep = min(total * d / (f * (total - f)), 1.0)
+    # |F − k|/k ≤ exp|h| − 1.
+    return math.expm1(steep * (1.0 - steep) * (math.expm1(abs(step)) - abs(step)))
 
 
 def _split(origin: float, s: float, beta: float, center: float, dtype: torch.dtype) -> tuple[float, float]:
