@@ -39,9 +39,16 @@ class Case:
         self.topk = TopK([t.numel() for t in tensors], self.costs, factors, DEVICE)
         self.state = State.new(DEVICE)
 
-    def check(self, tensors: list[Tensor], k: float, beta: float | None = None, tol: float = 1e-6) -> int:
+    def check(
+        self,
+        tensors: list[Tensor],
+        k: float,
+        beta: float | None = None,
+        tol: float = 1e-6,
+        there: list[Tensor] | None = None,
+    ) -> int:
         """Solve, compare, and tell how many passes it took."""
-        there = [t.to(DEVICE) for t in tensors]
+        there = there or [t.to(DEVICE) for t in tensors]
         self.topk.solve(there, self.state, k, beta, self.cold)
         self.cold = False
         parts = []
@@ -172,10 +179,16 @@ def test_ties_far_into_a_long_piece() -> None:
 def test_tensors_that_are_not_aligned() -> None:
     """Slices start anywhere; the same problem, aligned again, is then solved by other instructions."""
     rng = torch.Generator().manual_seed(0)
-    whole = [torch.randn(n + 3, generator=rng).to(DEVICE) for n in (5_000, 2_047)]
-    case = Case([t[:-3] for t in whole])
+    whole = [torch.randn(n + 3, generator=rng) for n in (5_000, 2_047)]
+    case, there = Case([t[:-3] for t in whole]), [t.to(DEVICE) for t in whole]
     for first in (1, 0, 3):
-        case.check([t[first : len(t) - 3 + first] for t in whole], 700.0, 10.0)
+        mine = [slice(first, len(t) - 3 + first) for t in whole]
+        case.check(
+            [t[part] for t, part in zip(whole, mine, strict=True)],
+            700.0,
+            10.0,
+            there=[t[part] for t, part in zip(there, mine, strict=True)],
+        )
 
 
 @pytest.mark.parametrize("factor", [1.001, 1.01, 0.9, 30.0, 1e-12, 1e12])

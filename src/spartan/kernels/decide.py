@@ -277,6 +277,7 @@ def decide(
             number_in = tl.zeros((BINS,), tl.int32)
             for kind in range(first_kind, last_kind):
                 number = tl.load(counts + kind * BINS + bins)
+                tl.debug_barrier()  # a thread may write where another reads: all have read, then
                 tl.store(counts + kind * BINS + bins, 0)  # for the next pass
                 cost_of += number.to(tl.float64) * tl.load(prices + kind)
                 number_in += number

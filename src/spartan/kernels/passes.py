@@ -215,7 +215,7 @@ def cut_ties(
                 found = tl.sum((inside & (u == value)).to(tl.int32)).to(tl.float64)
                 stretch += STRETCH * BLOCK
             cut = tl.full((), -1, tl.int64)
-            for i in range(stretch - STRETCH * BLOCK, tl.minimum(stretch, length), BLOCK):
+            for i in range(tl.maximum(stretch - STRETCH * BLOCK, 0), tl.minimum(stretch, length), BLOCK):
                 here = i + tl.arange(0, BLOCK)
                 inside = here < length
                 u = value_of(tl.load(at + here, mask=inside, other=0.0), factor, ABS)
