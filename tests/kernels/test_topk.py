@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spartan.kernels import topk
-from spartan.kernels.state import PASSES, State
+from spartan.kernels.state import CUT, HARD_DONE, PASSES, SOFT_DONE, TIES, State
 from spartan.kernels.tables import Pieces
 from spartan.kernels.topk import TopK
 from spartan.ops.parts import Part
@@ -152,7 +152,9 @@ def test_a_saved_solution_goes_on_as_if_never_stopped() -> None:
     case.check(moved, 890.0, 11.0)
     again.check(moved, 890.0, 11.0)
     assert torch.equal(case.state.floats, again.state.floats)
-    assert torch.equal(case.state.ints, again.state.ints)
+    # How far the threshold had moved is not saved: only where it is looked for first differs.
+    for place in (CUT, TIES, HARD_DONE, SOFT_DONE):
+        assert case.state.ints[place.value] == again.state.ints[place.value]
 
 
 @settings(max_examples=25, deadline=None)
@@ -215,3 +217,11 @@ def test_shares_are_even_and_whole() -> None:
     work = [sum(row[2] for row in rows[a:b]) for a, b in itertools.pairwise(shares)]
     assert max(work) <= sum(sizes) / 40 + 2 * 1024
     assert min(work[:-1]) >= sum(sizes) / 40 - 1024
+
+
+def test_one_pass_is_enough_for_a_threshold_that_hardly_moves() -> None:
+    tensors = odd()
+    case = Case(tensors)
+    case.check(tensors, 1000.0, 10.0)
+    passes = [case.check([t * (1.0 + 1e-6 * i) for t in tensors], 1000.0, 10.0) for i in range(4)]
+    assert passes[1:] == [1, 1, 1]

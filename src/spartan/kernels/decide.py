@@ -12,6 +12,7 @@ from spartan.kernels.state import (
     COST,
     CUT,
     FRESH,
+    FROM,
     FURTHER,
     GOAL,
     GUESSED,
@@ -23,7 +24,9 @@ from spartan.kernels.state import (
     LEAST,
     LOW,
     MOST,
+    MOVED,
     NEAR,
+    NEAREST,
     OFFSET,
     ORIGIN,
     PASSES,
@@ -53,6 +56,7 @@ def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.cons
     k = tl.load(floats + K)
     beta = tl.load(floats + BETA)
     all_of_it = tl.load(floats + TOTAL)
+    moved = tl.load(ints + MOVED)
     tl.store(ints + PASSES, 0)
     tl.store(ints + TIES, 0)
     tl.store(ints + CUT, 0)
@@ -70,8 +74,10 @@ def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.cons
         value = tl.load(floats + VALUE)
         if solved & (value > -float("inf")):
             key = key_of(value.to(tl.float32)).to(tl.int64)
-            look_around(ints, key, NEAR)
+            look_around(ints, key, tl.minimum(tl.maximum(4 * moved, NEAREST), NEAR))
+            tl.store(ints + FROM, key)
         else:
+            tl.store(ints + FROM, -1)
             look_at(ints, zero, zero + HIGHEST)
             if SAMPLED:
                 tl.store(ints + SAMPLES, 1)
@@ -107,7 +113,7 @@ def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.cons
 
 @triton.jit
 def narrow(
-    floats, ints, higher, cost_of, number_in, k, total, room, low, high, shift, sampled, hard_done, value, known
+    floats, ints, higher, cost_of, number_in, k, total, room, origin, low, high, shift, sampled, hard_done, value, known
 ):  # fmt: skip
     """Which bin holds the threshold: the highest one at which what lies above it, and it, no longer fit."""
     bins = tl.arange(0, BINS)
@@ -144,6 +150,7 @@ def narrow(
         tl.store(floats + ROOM, k - kept)
         tl.store(ints + TIES, tl.where((k - kept > 0.0) & (ties > 1), 1, 0))
         tl.store(ints + HARD_DONE, 1)
+        tl.store(ints + MOVED, tl.where(origin < 0, NEAR, tl.abs(low + bin - origin)))
     return hard_done, value, known
 
 
@@ -182,37 +189,36 @@ def newton(
             steep = (share > 0.0) & (share < 1.0) & (d > 0.0)
             safe = tl.where(steep, share, 0.5)
             h = tl.log(safe) - tl.log(1.0 - safe) - goal
-            step = h * f * (total - f) / (total * tl.where(steep, d, 1.0))
-            following = s - step
-            good = steep & (following > least) & (following < most)
-            # A mask that is flat here says nothing: look where the hard mask ends, then halve the bracket.
-            edge = beta * (origin - value)
-            jump = hard_done & (jumped == 0) & (edge > least) & (edge < most) & (good == 0)
-            following = tl.where(good, following, 0.5 * (least + most))
+            slope = tl.where(steep, tl.minimum(total * d / tl.where(steep, f * (total - f), 1.0), 1.0), 1.0)
+            step = h / slope
+            good = steep & (s - step > least) & (s - step < most)
+            following = tl.where(good, s - step, 0.5 * (least + most))
+            # What it leaves is at most this (`ops.soft_topk.rest_of_step`), for short steps.
+            size = tl.abs(step)
+            rest = slope * (1.0 - slope) * size * size * (0.5 + size * (0.17 + 0.05 * size))
             tl.store(floats + LEAST, least)
             tl.store(floats + MOST, most)
-            tl.store(ints + FRESH, tl.where(jump, 1, 0))
-            if jump:
-                tl.store(ints + JUMPED, 1)
-                start_from(floats, ints, value)
-            elif (following > least) & (following < most):
-                tl.store(floats + S, following)
-                near = tl.abs(following) <= 4.0
-                center = tl.where(near, origin, tl.minimum(tl.maximum(origin - following / beta, u_low), u_high))
-                center = center.to(tl.float32).to(tl.float64)
-                tl.store(floats + CENTER, center)
-                tl.store(floats + OFFSET, following + beta * (center - origin))
-                # So short a step leaves an error of its square.
-                if good & (tl.abs(step) < 2e-4):
-                    tl.store(floats + RESIDUAL, step * step)
-                    tl.store(ints + SOFT_DONE, 1)
-            elif jumped == 0:  # the bracket is down to neighbouring numbers, and its origin may be far away
+            tl.store(ints + FRESH, 0)
+            inside = (following > least) & (following < most)
+            if ((good == 0) | (inside == 0)) & (jumped == 0):
+                # A mask that is flat here says nothing, nor does a bracket of neighbouring numbers, whose origin may be far
+                # away: start again where the hard mask ends, when that is known.
                 tl.store(ints + JUMPED, 1)
                 tl.store(ints + FRESH, 1)
                 if hard_done:
                     start_from(floats, ints, value)
                 else:
                     tl.store(ints + WAITS, 1)
+            elif inside:
+                tl.store(floats + S, following)
+                near = tl.abs(following) <= 4.0
+                center = tl.where(near, origin, tl.minimum(tl.maximum(origin - following / beta, u_low), u_high))
+                center = center.to(tl.float32).to(tl.float64)
+                tl.store(floats + CENTER, center)
+                tl.store(floats + OFFSET, following + beta * (center - origin))
+                if good & (size < 0.1) & (rest <= 0.2 * tol):  # the other part is for rounding
+                    tl.store(floats + RESIDUAL, rest)
+                    tl.store(ints + SOFT_DONE, 1)
             else:
                 tl.store(ints + SOFT_DONE, 1)
 
@@ -230,6 +236,7 @@ def decide(
     hard = tl.load(ints + HARD_DONE) == 0
     samples = tl.load(ints + SAMPLES)
     passes = tl.load(ints + PASSES)
+    from_key = tl.load(ints + FROM)
     low = tl.load(ints + LOW)
     high = tl.load(ints + HIGH)
     shift = tl.load(ints + SHIFT)
@@ -282,8 +289,8 @@ def decide(
                 cost_of += number.to(tl.float64) * tl.load(prices + kind)
                 number_in += number
             hard_done, value, known = narrow(
-                floats, ints, tl.sum(over), cost_of, number_in, k, total, room, low, high, shift, samples == 1,
-                hard_done, value, known,
+                floats, ints, tl.sum(over), cost_of, number_in, k, total, room, from_key, low, high, shift,
+                samples == 1, hard_done, value, known,
             )  # fmt: skip
         if SOFT:
             if soft:

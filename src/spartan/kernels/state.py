@@ -16,8 +16,10 @@ from spartan.ops.soft_topk import Dual
 NARROWED = tl.constexpr(11)
 BINS = tl.constexpr(1 << 11)
 HIGHEST = tl.constexpr((1 << 32) - 2)  # that a pass looks at: no number has a higher key, but for some that are none
-# Around the last threshold a pass first looks at 2¹⁶ keys, ±0.4%: two passes to the exact one. The fewer lie within, the
-# faster it is. Where the threshold is not there, the next pass looks at so many times as much beyond.
+# Around the last threshold a pass first looks as far as four times its last move, but at least 2¹⁰ keys up and down, 0.01%:
+# they have a bin each, so that one pass finds the exact one; and at most 2¹⁵, 0.4%, which takes two. The fewer lie within,
+# the faster it is. Where the threshold is not there, the next pass looks at so many times as much beyond.
+NEAREST = tl.constexpr(1 << 10)
 NEAR = tl.constexpr(1 << 15)
 FURTHER = tl.constexpr(1 << 6)
 # Around a threshold that was guessed from samples: ±6%.
@@ -58,7 +60,9 @@ FRESH = tl.constexpr(9)  # the bracket of the root is not set yet
 JUMPED = tl.constexpr(10)  # the root was already sought at the threshold
 SOLVED = tl.constexpr(11)  # a top-k has been found before: start from it
 SAMPLES = tl.constexpr(12)  # 1: a pass looks at samples only; 2: they have told where to look
-INTS = tl.constexpr(13)
+FROM = tl.constexpr(13)  # the key of the last threshold; −1 if there is none
+MOVED = tl.constexpr(14)  # how far from there it was found
+INTS = tl.constexpr(15)
 
 
 @triton.jit
