@@ -36,7 +36,7 @@ WIDE = 1 << 16  # up to here sums are taken in float64: it costs nothing, and re
 # Entries that a program reads at a time, its warps, and how many such programs a multiprocessor holds at once.
 BLOCK, WARPS, PER_PROCESSOR = 2048, 8, 2
 REGISTERS = 128  # a thread, so that they fit: 65,536 in all
-SHARE = 1 << 12  # entries that a program has at least: with fewer, meeting the others takes longer than reading
+SHARE = 1 << 14  # entries that a program has at least: a small search is to leave room for what else runs on the GPU
 
 DTYPES: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
