@@ -10,7 +10,8 @@
 A step is forward, backward, `optimizer.step()` (where all the sparse work happens) and `zero_grad`, on one fixed batch.
 Every figure is the median of the rounds; on a CPU, which others may be using, the smallest. "in step" is the time
 `optimizer.step()` takes longer than the dense one's, the whole of the sparse work: a model full of zeros also draws less
-power, and a GPU that is at its limit runs it faster. "peak" is the memory at the fullest moment of a step over that of the
+power, and a GPU that is at its limit runs it faster. "dense-zeros" shows how much: a dense model with as many zeros, which
+a learning rate of 0 keeps. "peak" is the memory at the fullest moment of a step over that of the
 dense compiled model, in bytes per target weight. The floor is what the passes over the weights must read and write at
 least (`floor` below, in bytes per weight) at this device's copy speed; "× floor" is the time in the step divided by it.
 Rows are appended to benchmarks/step.csv.
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spartan import IMP, Block, Sparsifier, Spartan, TopKAST, constant, linear
+from spartan import IMP, Block, Sparsifier, Spartan, TopKAST, constant, linear, prune
 from spartan.methods.base import Method
 from spartan.training import vision
 from spartan.training.models import WideResNet
@@ -49,7 +50,7 @@ COLUMNS = [
 HEADS = ("step", "ratio", "over", "in step", "peak", "passes", "floor", "floor", "in step")
 UNITS = ("ms", "", "ms", "ms", "B/weight", "", "B/w", "ms", "× floor")
 WIDTHS = (9, 7, 8, 8, 9, 6, 7, 8, 8)
-RUNS = ["dense-eager", "dense", "spartan", "topkast", "imp"]
+RUNS = ["dense-eager", "dense", "dense-zeros", "spartan", "topkast", "imp"]
 BATCH = {"resnet50": 256, "vit_b_16": 256, "wrn22": 256}
 # The bar that is held up: at most this much over the dense compiled step, and this many bytes per weight.
 MOST_OVER, MOST_BYTES = 0.015, 5.0
@@ -103,13 +104,18 @@ class Run:
                 model.parameters(), lr=1e-3, momentum=0.9, nesterov=True, weight_decay=1e-4, **kinds
             )
         self.sparsifier = None
+        pattern = None if args.block == 1 else Block(args.block, args.block)
+        if name == "dense-zeros":
+            prune(model, args.sparsity, pattern=pattern, exclude=args.exclude, budget=args.budget)
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.0
         if method is not None:
             self.sparsifier = Sparsifier(
                 model,
                 args.sparsity,
                 10_000,
                 method,
-                pattern=None if args.block == 1 else Block(args.block, args.block),
+                pattern=pattern,
                 budget=args.budget,
                 exclude=args.exclude,
                 warmup=0.0,

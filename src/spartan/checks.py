@@ -51,10 +51,12 @@ class Checks(ABC):
 
     def check_same_tensors(self) -> None:
         """The model must hold the parameters that the run was built for."""
-        if any(current(target) is not target.parameter for target in self.targets):
+        held = [current(target) for target in self.targets]
+        if any(now is not target.parameter for now, target in zip(held, self.targets, strict=True)):
             self.reshard()
-        for target, (m, _) in zip(self.targets, self._home, strict=True):
-            now, theta = current(target), self.masters[m].theta
+            held = [current(target) for target in self.targets]
+        for target, now, (m, _) in zip(self.targets, held, self._home, strict=True):
+            theta = self.masters[m].theta
             if now is not target.parameter or now.device != theta.device or now.dtype != theta.dtype:
                 raise RuntimeError(
                     f"{target.name} was moved, cast or replaced after the sparsifier was built (it is {now.dtype} on "

@@ -70,9 +70,15 @@ class Ledger:
 
     def stepped(self, i: int) -> None:
         """An optimizer has used target i's gradient."""
-        if self._records[i] is not None:
-            self.transformed(i)
         record = self._records[i]
+        if record is None:
+            return
+        grad = self._targets[i].parameter.grad
+        if grad is None or record.grad() is not grad:
+            self.transformed(i)
+            record = self._records[i]
+        else:
+            record.version = version(grad)
         if record is not None:
             record.stepped = True
 

@@ -23,9 +23,13 @@ from spartan.ops.parts import Spread, check_budget, numel, slack, total_cost
 from spartan.ops.select import Boundary, Bracket, Threshold, key_of, value_of
 from spartan.patterns import NM, Block, Channel, Pattern, Unstructured
 
+PLAIN = (Tensor, nn.Parameter)
+
 
 def is_dtensor(tensor: object) -> bool:
     """Whether this is a DTensor. Importing their module takes long, and where nobody has, there is none."""
+    if type(tensor) in PLAIN:  # asked a hundred times a step
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
