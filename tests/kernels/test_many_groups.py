@@ -328,7 +328,7 @@ def test_stored_masks_launch_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("finetune", [0.0, 0.9], ids=["soft", "finetune"])
 @pytest.mark.parametrize("name", ["spartan", "topkast", "imp", "rigl"])
 def test_no_step_waits_for_the_device(name: str, finetune: float) -> None:
-    method = RigL(every=1000) if name == "rigl" else METHODS[name]
+    method = RigL(every=3) if name == "rigl" else METHODS[name]
     options: dict[str, Any] = {"total_steps": 40, "warmup": 0.0, "finetune": finetune}
     model, optimizer, sparsifier = build("auto", method, **options)
     x, y = torch.randn(8, 4, 3, 3, device=DEVICE), torch.randint(10, (8,), device=DEVICE)

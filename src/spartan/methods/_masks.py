@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spartan.groups import Group
 from spartan.methods.base import Method, generator, masked, masked_gradients
+from spartan.ops.parts import slack
 from spartan.ops.select import Threshold
 from spartan.schedules import Moment
 
@@ -173,7 +174,15 @@ def first(
     threshold = group.select(ranks, k)
     found = group.keep(ranks, threshold)
     # Units from outside the mask are reached only once all of it is taken.
-    return [keep & mask for keep, mask in zip(found, masks, strict=True)], _smaller(threshold.cost, cost)
+    return [keep & mask for keep, mask in zip(found, masks, strict=True)], _smaller(_spent(group, threshold, k), cost)
+
+
+def _spent(group: Group, threshold: Threshold, k: float) -> Spent:
+    """What fits a budget costs: known beforehand where all units cost the same, so that nobody waits for the device."""
+    each = group.unit_costs[0]
+    if any(c != each for c in group.unit_costs):
+        return threshold.cost
+    return each * math.floor((k + slack(k, each)) / each)
 
 
 def _smaller(a: Spent, b: Spent) -> Spent:
@@ -191,15 +200,18 @@ def fit(group: Group, thetas: Sequence[Tensor], kept: list[Tensor]) -> tuple[lis
 def drop(
     group: Group, kept: list[Tensor], importance: Sequence[Tensor], fraction: float, up: bool = False
 ) -> tuple[list[Tensor], float]:
-    """The kept units without that fraction of their cost that matters least, and what they cost.
+    """The kept units that the group has stored, without that fraction of their cost that matters least, and what they cost.
 
     Rounded to whole units: down, or `up`.
     """
-    cost = cost_of(group, kept)
+    assert group.threshold is not None
+    cost = group.threshold.cost
+    if isinstance(cost, Tensor):  # units of different cost: only the device knows
+        cost = cost_of(group, kept)
     k = fraction * cost + (up and fraction > 0) * (1.0 - 1e-6) * max(group.unit_costs)
-    gone, _ = first(group, kept, cost, [-u for u in importance], min(k, cost))
+    gone, less = first(group, kept, cost, [-u for u in importance], min(k, cost))
     stay = [mask & ~out for mask, out in zip(kept, gone, strict=True)]
-    return stay, cost_of(group, stay)
+    return stay, cost_of(group, stay) if isinstance(less, Tensor) else cost - less
 
 
 def grow(group: Group, stay: list[Tensor], cost: float, ranks: Sequence[Tensor]) -> tuple[list[Tensor], Spent]:
