@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import triton
@@ -32,11 +33,32 @@ POINTERS = {
 }
 
 
-def compile_it(kernel: Any, **constants: Any) -> None:
+def compile_it(kernel: Any, **constants: Any) -> str:
+    """What Triton makes of it before it becomes instructions."""
     names = [p.name for p in kernel.params]
     signature = {name: "constexpr" if name in constants else POINTERS.get(name, "*i64") for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert made.asm["ptx"]
+    return str(made.asm["ttgir"])
+
+
+def check_order(made: str) -> None:
+    """Threads that clear counts are not those that read them, where the two lie over the threads in different ways.
+
+    All must have read by then: the interpreter, which has no threads, does not tell.
+    """
+    reading, cleared = "", 0
+    for line in made.splitlines():
+        found = re.search(r"tt\.(load|store) .*tensor<\d+x!tt\.ptr<i32>, (#\w+)>", line)
+        if "barrier" in line:
+            reading = ""
+        elif found and found[1] == "load":
+            reading = found[2]
+        elif found:
+            cleared += 1
+            assert reading in ("", found[2]), line
+    assert cleared
 
 
 if __name__ == "__main__":
@@ -53,4 +75,4 @@ if __name__ == "__main__":
         {"GROUPS": 64, "SOFT": True, "ABS": False, "DTYPE": tl.float32, "SUM": tl.float64},
         {"GROUPS": 2, "SOFT": False, "ABS": True, "DTYPE": tl.bfloat16, "SUM": tl.float32},
     ):
-        compile_it(search, COLD=False, SAMPLED=True, ALIGNED=True, **kinds, **sizes)
+        check_order(compile_it(search, COLD=False, SAMPLED=True, ALIGNED=True, **kinds, **sizes))
