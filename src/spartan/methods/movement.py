@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spartan.groups import Group
-from spartan.methods.base import Method, masked, straight_through
+from spartan.methods.base import Method, masked, masked_gradients, straight_through
 from spartan.methods.registry import register
 from spartan.schedules import Moment, Schedule, cubic, delayed
 
@@ -94,6 +94,16 @@ class Movement(Method):
             straight_through(w, masked(w.detach(), kept))  # no −0.0
             for w, kept in zip(product, group.expand(keep), strict=True)
         ]
+
+    def gradient(
+        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment
+    ) -> list[Tensor | None]:
+        """M ⊙ g; and for S, into its `.grad`, Σ g·θ."""
+        for s, theta, g in zip(group.learned.values(), thetas, grads, strict=True):
+            if g is not None:
+                pull = group.pattern.reduce((g * theta).to(s.dtype))
+                s.grad = pull if s.grad is None else s.grad + pull
+        return masked_gradients(grads, group.expand(self.keep(group, thetas)))
 
 
 def _scores(group: Group) -> list[Tensor]:
