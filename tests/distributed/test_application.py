@@ -100,7 +100,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_signal_to_one_process_saves_and_stops_all(pair: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with Launched(tmp_path, 2, *train(*BATCH_NORM, "epochs=3", "checkpoint_steps=0", "checkpoint_epochs=99")) as both:
-        wait_for(lambda: (run / "metrics.jsonl").exists())
+        # With steps in it, in which both processes took part: earlier, a signal may find one of them still starting.
+        wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 0)
         os.kill(both.pids[1], signal.SIGTERM)
         os.kill(both.pids[1], signal.SIGTERM)  # as a launcher does, once more
         assert both.wait() == [128 + signal.SIGTERM] * 2
