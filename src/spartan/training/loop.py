@@ -98,8 +98,8 @@ class Trainer:
         agreement = Agreement(self.us)
         display = Display(self.config, self.total_steps, quiet or not self.us.first)
         with (
-            Metrics(out, metrics_offset, self.us) as metrics,
             StopSignals(launched=not self.us.alone) as signals,
+            Metrics(out, metrics_offset, self.us) as metrics,
             display,
         ):
             for epoch in range(self.step // self.steps_per_epoch, self.config.epochs):
