@@ -1,7 +1,7 @@
 """Instructions of NVIDIA's GPUs that a pass spends most of its time in; elsewhere, and in the interpreter, plain Triton.
 
-A pass over the values is to take as long as reading them. With Triton's own sigmoid and masked atomics it takes twice as
-many instructions as the GPU has time for.
+A pass over the values is to take as long as reading them. With Triton's own sigmoid and masked atomics it has more
+instructions than there is time for.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ def project(
         parameter_at = parameter.to(tl.pointer_type(DTYPE)) + start
         value = tl.load(floats + VALUE).to(tl.float32)
         cut = tl.load(all_ints + group * INTS + CUT) - position
-        slope, center, shift = line_of(floats)
+        if SOFT:
+            slope, center, shift = line_of(floats)
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
             inside = here < length
