@@ -9,6 +9,7 @@ from spartan.kernels.state import (
     BETA,
     BINS,
     CENTER,
+    COARSE,
     COST,
     CUT,
     FRESH,
@@ -23,6 +24,7 @@ from spartan.kernels.state import (
     LAST_BETA,
     LEAST,
     LOW,
+    LOWEST,
     MOST,
     MOVED,
     NEAR,
@@ -74,7 +76,7 @@ def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.cons
         value = tl.load(floats + VALUE)
         if solved & (value > -float("inf")):
             key = key_of(value.to(tl.float32)).to(tl.int64)
-            look_around(ints, key, tl.minimum(tl.maximum(4 * moved, NEAREST), NEAR))
+            look_around(ints, key, tl.where(2 * moved <= NEAREST, NEAREST, tl.minimum(4 * moved, NEAR)))
             tl.store(ints + FROM, key)
         else:
             tl.store(ints + FROM, -1)
@@ -129,16 +131,17 @@ def narrow(
         look_at(ints, high + 1, tl.minimum(high + further, HIGHEST))
     elif bin < 0:
         look_at(ints, tl.maximum(low - further, 0), low - 1)
-    elif shift > 0:
+    elif shift > tl.where(sampled, COARSE, 0):
         first_key = low + (bin << shift)
         width = tl.full((), 1, tl.int64) << shift
         look_at(ints, first_key, tl.minimum(first_key + width - 1, high))
     elif sampled:
-        value = float_of(low + bin).to(tl.float64)
+        guess = tl.maximum(low + (bin << shift), LOWEST)
+        value = float_of(guess).to(tl.float64)
         known = known | (bin >= 0)
         tl.store(floats + VALUE, value)
         tl.store(ints + SAMPLES, 2)
-        look_around(ints, low + bin, GUESSED)
+        look_around(ints, guess, GUESSED)
     else:
         kept = higher + tl.sum(tl.where(bins > bin, cost_of, 0.0))
         ties = tl.sum(tl.where(bins == bin, number_in, 0))

@@ -12,6 +12,8 @@ from torch import Tensor
 SMALLEST, MOST = 1 << 12, 1 << 11
 # Where shares are cut within a tensor: what is aligned there is aligned in every piece.
 GRAIN = 1 << 10
+# With shares, a program goes from piece to piece by itself, and to begin one takes as long as reading thousands of entries.
+LONG = 1 << 18
 
 
 class Pieces:
@@ -47,7 +49,7 @@ class Pieces:
     ) -> None:
         owners = [0] * len(sizes) if owners is None else owners
         self.total = sum(sizes)
-        length = smallest
+        length = LONG if programs else smallest
         while length * MOST < self.total:
             length *= 2
         share = self.total
