@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from spartan.kernels import nm, units
+from spartan.kernels import gradient, nm, units, weights
 from spartan.kernels.search import search
 
 POINTERS = {
@@ -28,6 +28,10 @@ POINTERS = {
     "counts": "*i32",
     "above": "*i32",
     "groups": "i32",
+    "all_floats": "*fp64",
+    "out": "*fp64",
+    "bad": "*i32",
+    "first": "i32",
     "most": "i32",
     "tol": "fp32",
 }
@@ -35,12 +39,35 @@ POINTERS = {
 
 def compile_it(kernel: Any, **constants: Any) -> str:
     """What Triton makes of it before it becomes instructions."""
+    return str(made_of(kernel, **constants)["ttgir"])
+
+
+def made_of(kernel: Any, **constants: Any) -> Any:
+    """What Triton makes of it, step by step."""
     names = [p.name for p in kernel.params]
     signature = {name: "constexpr" if name in constants else POINTERS.get(name, "*i64") for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
     assert made.asm["ptx"]
-    return str(made.asm["ttgir"])
+    return made.asm
+
+
+def check_width(kernel: Any, **constants: Any) -> None:
+    """Weights and gradients that are aligned are read and written 16 bytes at a time."""
+    names = {p.name for p in kernel.params}
+    given = {
+        "DTYPE": tl.float32,
+        "GRAD": tl.float32,
+        "FINE": 1,
+        "ALIGNED": True,
+        "BLOCK": 2048,
+        "groups": None,
+        **constants,
+    }
+    ptx = made_of(kernel, **{name: value for name, value in given.items() if name in names})["ptx"]
+    moved = re.findall(r"(?:ld|st)\.global\S*\.v4\.b32", ptx)
+    assert len(moved) >= 2, (kernel.__name__, moved)
+    assert "st.global.b32" not in ptx, kernel.__name__
 
 
 def check_order(made: str) -> None:
@@ -68,6 +95,16 @@ if __name__ == "__main__":
         compile_it(nm.project, SOFT=True, PASSES=8, **sides)
         compile_it(nm.through_mask, GRAD=tl.float32, PASSES=8, **sides)
         compile_it(nm.where_kept, GRAD=tl.bfloat16, **sides)
+    for kernel in (
+        weights.put,
+        weights.take,
+        gradient.pull,
+        gradient.through_mask,
+        gradient.where_kept,
+        gradient.check,
+    ):
+        check_width(kernel)
+    check_width(weights.project, SOFT=True)
     compile_it(units.where_kept, GRAD=tl.float32, INLINE=True, U=128, W=16)
     sizes = {"BLOCK": 2048, "ROWS": 512}
     for kinds in (

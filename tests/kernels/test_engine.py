@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spartan import IMP, NM, Block, Channel, Flops, Sparsifier, Spartan, TopKAST, Unstructured, constant, linear
 from spartan.methods.base import Method
@@ -19,19 +19,23 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def net(dtype: torch.dtype = torch.float32, channels_last: bool = False) -> nn.Sequential:
-    """Weights of 16×16, 32×64 and 16×32, for blocks; the kernel of the convolution is 2×2."""
+def net(dtype: torch.dtype = torch.float32, channels_last: bool = False, odd: bool = False) -> nn.Sequential:
+    """Weights of 16×16, 32×64 and 16×32, for blocks, or numbers that nothing divides; the convolution's kernel is 2×2."""
     torch.manual_seed(0)
-    layers = nn.Conv2d(4, 16, 2), nn.ReLU(), nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16)
+    n, last = (31, 17) if odd else (32, 16)
+    layers = nn.Conv2d(4, 16, 2), nn.ReLU(), nn.Flatten(), nn.Linear(64, n), nn.ReLU(), nn.Linear(n, last)
     order = torch.channels_last if channels_last else torch.preserve_format
     return nn.Sequential(*layers).to(DEVICE, dtype).to(memory_format=order)  # type: ignore[call-overload]
+
+
+NET = {"dtype": torch.float32, "channels_last": False, "odd": False}
 
 
 def run(
     kernels: str, method: Method | str, steps: int = 6, skip: int | None = None, **options: Any
 ) -> tuple[Any, Any, Any]:
     """Two steps of warm-up, two with all that is to go gone, two with the mask fixed."""
-    model = net(options.pop("dtype", torch.float32), options.pop("channels_last", False))
+    model = net(*(options.pop(key, default) for key, default in NET.items()))
     dtype = next(model.parameters()).dtype
     if options.pop("flops", False):
         options["cost"] = Flops(torch.zeros(1, 4, 3, 3, device=DEVICE, dtype=dtype), value_power=0.5)
@@ -86,8 +90,44 @@ def test_a_run_is_the_same(name: str) -> None:
     assert "by triton kernels" in repr(same(METHODS[name], skip=3))
 
 
-def test_a_budget_for_every_layer() -> None:
-    same(METHODS["spartan"], skip=2, budget="erk", steps=5)
+@pytest.mark.parametrize("name", ["spartan", "topkast", "imp"])
+def test_ends_of_any_length(name: str) -> None:
+    """Where every weight has a multiple of 8 entries kernels move 16 bytes at a time; not here."""
+    sparsifier = same(METHODS[name], skip=3, odd=True)
+    engine = sparsifier._run.plan.groups[0].frozen_engine
+    assert engine is not None
+    assert not engine.pieces.even
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_a_budget_for_every_layer(odd: bool) -> None:
+    same(METHODS["spartan"], skip=2, budget="erk", steps=5, odd=odd)
+
+
+def test_gradients_that_lie_anywhere() -> None:
+    """A gradient is what a hook makes of it: a view that does not start at a multiple of 16 bytes, for one step."""
+
+    def moved(g: Tensor, step: list[int] = [0]) -> Tensor:  # noqa: B006
+        step[0] += 1
+        room = torch.empty(g.numel() + 1, device=g.device)
+        return g if step[0] != 3 else room[1:].view_as(g).copy_(g)
+
+    losses: dict[bool, list[float]] = {}
+    for place in (False, True):
+        torch.manual_seed(0)
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        Sparsifier(model, 0.8, 20, METHODS["spartan"], warmup=0.0, finetune=0.2, kernels="triton").attach(optimizer)
+        if place:
+            model.get_parameter("3.weight").register_hook(moved)
+        x, y = torch.randn(16, 4, 3, 3, device=DEVICE), torch.randint(16, (16,), device=DEVICE)
+        for _ in range(6):
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.setdefault(place, []).append(loss.item())
+    assert losses[True] == losses[False]
 
 
 BLOCKS = [Block(2, 2), Block(16, 16), Block(1, -1), Channel()]

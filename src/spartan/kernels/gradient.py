@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spartan.kernels.state import BETA, CUT, FLOATS, INTS, SOFT_K, VALUE, group_of, row_of
+from spartan.kernels.state import BETA, CUT, FLOATS, INTS, SOFT_K, VALUE, even_row_of, group_of, place_of, row_of
 from spartan.kernels.weights import line_of, mask_of
 
 # What `pull` leaves for `through_mask`.
@@ -19,15 +19,15 @@ RESIDUAL = tl.constexpr(1)  # |Σ c m − k| / k: a late look at how well the ma
 @triton.jit
 def pull(
     grads, thetas, table, groups, factors, all_floats, sums,
-    GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    GRAD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of each piece: Σ g·θ·m(1−m), Σ m(1−m) and Σ m."""
     piece = tl.program_id(0)
-    which, start, length, _ = row_of(table, piece)
+    which, start, length, _ = even_row_of(table, piece, ALIGNED)
     factor = tl.load(factors + piece)
-    theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
+    theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
     grad = tl.load(grads + which)
-    grad_at = grad.to(tl.pointer_type(GRAD)) + start
+    grad_at = place_of(grad, start, GRAD, ALIGNED)
     there = grad != 0
     floats = all_floats + group_of(groups, piece) * FLOATS
     slope, center, shift = line_of(floats)
@@ -97,11 +97,11 @@ def ratio_of(sums, costs, first, last, floats, out, ROWS: tl.constexpr):
 @triton.jit
 def through_mask(
     grads, thetas, table, groups, factors, costs, all_floats, out,
-    GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    GRAD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """∂L/∂θ = m·g + sign(θ)·(∂u/∂|θ|)·βm(1−m)·(g·θ − c·a₁/a₂)."""
     piece = tl.program_id(0)
-    which, start, length, _ = row_of(table, piece)
+    which, start, length, _ = even_row_of(table, piece, ALIGNED)
     grad = tl.load(grads + which)
     if grad != 0:
         factor = tl.load(factors + piece)
@@ -110,8 +110,8 @@ def through_mask(
         back = (tl.load(out + 2 * group + RATIO) * tl.load(costs + piece)).to(tl.float32)
         scale = tl.load(floats + BETA).to(tl.float32) * factor
         slope, center, shift = line_of(floats)
-        theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
-        grad_at = grad.to(tl.pointer_type(GRAD)) + start
+        theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
+        grad_at = place_of(grad, start, GRAD, ALIGNED)
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
             inside = here < length
@@ -126,16 +126,16 @@ def through_mask(
 @triton.jit
 def where_kept(
     grads, thetas, table, groups, factors, floats, ints,
-    GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    GRAD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """∂L/∂θ = [kept] ⊙ g."""
     piece = tl.program_id(0)
-    which, start, length, position = row_of(table, piece)
+    which, start, length, position = even_row_of(table, piece, ALIGNED)
     grad = tl.load(grads + which)
     if grad != 0:
         factor = tl.load(factors + piece)
-        theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
-        grad_at = grad.to(tl.pointer_type(GRAD)) + start
+        theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
+        grad_at = place_of(grad, start, GRAD, ALIGNED)
         group = group_of(groups, piece)
         value = tl.load(floats + group * FLOATS + VALUE).to(tl.float32)
         cut = tl.load(ints + group * INTS + CUT) - position
@@ -164,13 +164,13 @@ def where_stored(grads, masks, table, GRAD: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def check(grads, table, bad, first, GRAD: tl.constexpr, BLOCK: tl.constexpr):
+def check(grads, table, bad, first, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """The first tensor whose gradient is not finite is named in `bad`."""
     piece = tl.program_id(0)
-    which, start, length, _ = row_of(table, piece)
+    which, start, length, _ = even_row_of(table, piece, ALIGNED)
     grad = tl.load(grads + which)
     if grad != 0:
-        grad_at = grad.to(tl.pointer_type(GRAD)) + start
+        grad_at = place_of(grad, start, GRAD, ALIGNED)
         wrong = tl.zeros((BLOCK,), tl.int32)
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
@@ -181,13 +181,13 @@ def check(grads, table, bad, first, GRAD: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def clear(grads, table, bad, FINE: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr):
+def clear(grads, table, bad, FINE: tl.constexpr, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """No gradient at all, if one was not finite: the optimizer's state stays clean."""
     if tl.load(bad) != FINE:
-        which, start, length, _ = row_of(table, tl.program_id(0))
+        which, start, length, _ = even_row_of(table, tl.program_id(0), ALIGNED)
         grad = tl.load(grads + which)
         if grad != 0:
-            grad_at = grad.to(tl.pointer_type(GRAD)) + start
+            grad_at = place_of(grad, start, GRAD, ALIGNED)
             for i in range(0, length, BLOCK):
                 here = i + tl.arange(0, BLOCK)
                 tl.store(grad_at + here, tl.zeros((BLOCK,), GRAD), mask=here < length)

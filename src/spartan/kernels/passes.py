@@ -27,22 +27,13 @@ from spartan.kernels.state import (
     VALUE,
     WAITS,
     group_of,
+    place_of,
     row_of,
     signed,
     signed_key_of,
 )
 
 STRETCH = tl.constexpr(4)  # blocks at a time, where one program looks for something in a piece
-
-
-@triton.jit
-def place_of(address, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a piece begins; ALIGNED tensors, whose pieces start at multiples of 1,024, are read 16 bytes at a time."""
-    base = address.to(tl.pointer_type(DTYPE))
-    if ALIGNED:
-        base = tl.multiple_of(base, 16)
-        start = start // 1024 * 1024  # what it is anyway: now the compiler knows
-    return base + start
 
 
 @triton.jit

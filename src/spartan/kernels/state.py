@@ -76,6 +76,25 @@ def row_of(table, piece):
 
 
 @triton.jit
+def even_row_of(table, piece, ALIGNED: tl.constexpr):
+    """The same; with ALIGNED pieces end at multiples of 8, and the compiler learns it."""
+    which, start, length, position = row_of(table, piece)
+    if ALIGNED:
+        length = length // 8 * 8
+    return which, start, length, position
+
+
+@triton.jit
+def place_of(address, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a piece begins; ALIGNED tensors, whose pieces start at multiples of 1,024, are read 16 bytes at a time."""
+    base = address.to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        base = tl.multiple_of(base, 16)
+        start = start // 1024 * 1024  # what it is anyway: now the compiler knows
+    return base + start
+
+
+@triton.jit
 def group_of(groups, piece):
     """The group of a piece; with a single one there is no table."""
     group = 0

@@ -23,7 +23,8 @@ class Pieces:
     entries of its group. `groups` tells which group that is, where there are several; `costs` and `factors` repeat what
     is given per tensor, `kinds` tells which of the different `prices` it has. `limits` has a row per group: its pieces,
     its prices and its tensors, each from the first to the one past the last. With `programs`, pieces also end where the
-    entries are divided evenly among so many, and `shares` has the first piece of each, and the end.
+    entries are divided evenly among so many, and `shares` has the first piece of each, and the end. `even` tells that
+    every piece has a multiple of 8 entries.
 
     Args:
         sizes: entries of each tensor.
@@ -49,6 +50,7 @@ class Pieces:
     ) -> None:
         owners = [0] * len(sizes) if owners is None else owners
         self.total = sum(sizes)
+        self.even = all(n % 8 == 0 for n in sizes)
         length = LONG if programs else smallest
         while length * MOST < self.total:
             length *= 2

@@ -53,12 +53,13 @@ class Launcher:
     def _check(self, grads: Sequence[Tensor | None]) -> None:
         grad_type, table = self._kinds(grads)["GRAD"], self.pieces.table
         to_grads = self._to_grads.of(grads)
+        kinds = {"GRAD": grad_type, "ALIGNED": self._aligned(self._to_grads)}
 
         def launch() -> None:
-            self._run(gradient.check, to_grads, table, self.bad, self.first, GRAD=grad_type)
-            self._run(gradient.clear, to_grads, table, self.bad, FINE=FINE, GRAD=grad_type)
+            self._run(gradient.check, to_grads, table, self.bad, self.first, **kinds)
+            self._run(gradient.clear, to_grads, table, self.bad, FINE=FINE, **kinds)
 
-        self._replay(("check", grad_type), launch)
+        self._replay(("check", *kinds.values()), launch)
 
     def _run(self, kernel: Any, *arguments: Any, pieces: Pieces | None = None, **kinds: Any) -> None:
         kernel[((pieces or self.pieces).count,)](*arguments, BLOCK=2048, num_warps=8, **kinds)
@@ -69,6 +70,10 @@ class Launcher:
         self._replay(key, launch)
         written = [p for p in (self.parameters if parameters is None else parameters) if p is not None]
         torch.autograd.graph.increment_version(written)  # behind torch's back
+
+    def _aligned(self, *tables: Addresses) -> bool:
+        """Whether kernels may read and write 16 bytes at a time."""
+        return self.pieces.even and all(table.aligned for table in tables)
 
     @property
     def _dtype(self) -> Any:
@@ -107,24 +112,26 @@ class Kernels(Launcher):
 
     def _put(self, parameters: Sequence[Tensor | None]) -> None:
         to, of = self._to_parameters.of(parameters), self._to_thetas.of(self.thetas)
-        launch = lambda: self._run(weights.put, to, of, self.pieces.table, DTYPE=self._dtype)  # noqa: E731
-        self._weights("put", launch, parameters)
+        kinds = self._of_weights
+        launch = lambda: self._run(weights.put, to, of, self.pieces.table, **kinds)  # noqa: E731
+        self._weights(("put", *kinds.values()), launch, parameters)
 
     def _take(self, parameters: Sequence[Tensor | None]) -> None:
         of, to = self._to_parameters.of(parameters), self._to_thetas.of(self.thetas)
-        tables = of, to, self.pieces.table, self.bad, self.first
-        self._replay("take", lambda: self._run(weights.take, *tables, FINE=FINE, DTYPE=self._dtype))
+        tables, kinds = (of, to, self.pieces.table, self.bad, self.first), self._of_weights
+        self._replay(("take", *kinds.values()), lambda: self._run(weights.take, *tables, FINE=FINE, **kinds))
 
     def _project(self, parameters: Sequence[Tensor | None], soft: bool) -> None:
         to, of, p = self._to_parameters.of(parameters), self._to_thetas.of(self.thetas), self.topk.pieces
         tables = to, of, p.table, p.groups, p.factors, self.state.floats, self.state.ints
-        launch = lambda: self._run(weights.project, *tables, pieces=p, SOFT=soft, DTYPE=self._dtype)  # noqa: E731
-        self._weights(("project", soft), launch, parameters)
+        kinds = {"SOFT": soft} | self._of_weights
+        launch = lambda: self._run(weights.project, *tables, pieces=p, **kinds)  # noqa: E731
+        self._weights(("project", *kinds.values()), launch, parameters)
 
     def _through_mask(self, grads: Sequence[Tensor | None]) -> None:
-        p, kinds = self.topk.pieces, self._kinds(grads)
+        p = self.topk.pieces
         tables = self._to_grads.of(grads), self._to_thetas.of(self.thetas), p.table, p.groups, p.factors
-        floats, sums = self.state.floats, self.topk.sums
+        kinds, floats, sums = self._of_gradients(grads), self.state.floats, self.topk.sums
 
         def launch() -> None:
             self._run(gradient.pull, *tables, floats, sums, pieces=p, **kinds)
@@ -132,14 +139,14 @@ class Kernels(Launcher):
             gradient.ratios[(len(self.topk.sizes),)](*each, ROWS=512, num_warps=8)
             self._run(gradient.through_mask, *tables, p.costs, floats, self.out, pieces=p, **kinds)
 
-        self._replay(("through_mask", kinds["GRAD"]), launch)
+        self._replay(("through_mask", *kinds.values()), launch)
 
     def _where_kept(self, grads: Sequence[Tensor | None]) -> None:
-        p, kinds = self.topk.pieces, self._kinds(grads)
+        p = self.topk.pieces
         tables = self._to_grads.of(grads), self._to_thetas.of(self.thetas), p.table, p.groups, p.factors
-        state = self.state.floats, self.state.ints
+        kinds, state = self._of_gradients(grads), (self.state.floats, self.state.ints)
         launch = lambda: self._run(gradient.where_kept, *tables, *state, pieces=p, **kinds)  # noqa: E731
-        self._replay(("where_kept", kinds["GRAD"]), launch)
+        self._replay(("where_kept", *kinds.values()), launch)
 
     def _project_stored(self, parameters: Sequence[Tensor | None]) -> None:
         to, of = self._to_parameters.of(parameters), self._to_thetas.of(self.thetas)
@@ -152,6 +159,15 @@ class Kernels(Launcher):
         tables = self._to_grads.of(grads), self._to_masks.of(self.masks), self.pieces.table
         launch = lambda: self._run(gradient.where_stored, *tables, GRAD=grad_type)  # noqa: E731
         self._replay(("where stored", grad_type), launch)
+
+    @property
+    def _of_weights(self) -> dict[str, Any]:
+        """Of what kind parameters and θ are."""
+        return {"DTYPE": self._dtype, "ALIGNED": self._aligned(self._to_parameters, self._to_thetas)}
+
+    def _of_gradients(self, grads: Sequence[Tensor | None]) -> dict[str, Any]:
+        """Of what kind gradients and θ are."""
+        return self._kinds(grads) | {"ALIGNED": self._aligned(self._to_grads, self._to_thetas)}
 
 
 class TritonEngine(Kernels, Engine):

@@ -9,7 +9,19 @@ import triton
 import triton.language as tl
 
 from spartan.kernels.ptx import LOG2E, logistic
-from spartan.kernels.state import BETA, CENTER, CUT, FLOATS, INTS, OFFSET, VALUE, group_of, row_of
+from spartan.kernels.state import (
+    BETA,
+    CENTER,
+    CUT,
+    FLOATS,
+    INTS,
+    OFFSET,
+    VALUE,
+    even_row_of,
+    group_of,
+    place_of,
+    row_of,
+)
 
 
 @triton.jit
@@ -29,18 +41,18 @@ def mask_of(u, slope, center, shift):
 @triton.jit
 def project(
     parameters, thetas, table, groups, factors, all_floats, all_ints,
-    SOFT: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    SOFT: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """w = [kept] ⊙ θ, with SOFT [kept] ⊙ m ⊙ θ, into the parameters; exactly +0.0 where not kept."""
     piece = tl.program_id(0)
-    which, start, length, position = row_of(table, piece)
+    which, start, length, position = even_row_of(table, piece, ALIGNED)
     parameter = tl.load(parameters + which)
     if parameter != 0:
         group = group_of(groups, piece)
         floats = all_floats + group * FLOATS
         factor = tl.load(factors + piece)
-        theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
-        parameter_at = parameter.to(tl.pointer_type(DTYPE)) + start
+        theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
+        parameter_at = place_of(parameter, start, DTYPE, ALIGNED)
         value = tl.load(floats + VALUE).to(tl.float32)
         cut = tl.load(all_ints + group * INTS + CUT) - position
         if SOFT:
@@ -76,15 +88,18 @@ def project_stored(parameters, thetas, masks, table, DTYPE: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def take(parameters, thetas, table, bad, first, FINE: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+def take(
+    parameters, thetas, table, bad, first,
+    FINE: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """θ from the parameters, unless `bad` names a gradient. An entry that is not finite stays as it was."""
     piece = tl.program_id(0)
-    which, start, length, _ = row_of(table, piece)
+    which, start, length, _ = even_row_of(table, piece, ALIGNED)
     parameter = tl.load(parameters + which)
     if parameter != 0:
         good = tl.load(bad) == FINE
-        theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
-        parameter_at = parameter.to(tl.pointer_type(DTYPE)) + start
+        theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
+        parameter_at = place_of(parameter, start, DTYPE, ALIGNED)
         wrong = tl.zeros((BLOCK,), tl.int32)
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
@@ -92,21 +107,22 @@ def take(parameters, thetas, table, bad, first, FINE: tl.constexpr, DTYPE: tl.co
             theta = tl.load(parameter_at + here, mask=inside, other=0.0)
             finite = tl.abs(theta.to(tl.float32)) < float("inf")
             wrong += (inside & (finite == 0)).to(tl.int32)
-            if good:
-                tl.store(theta_at + here, theta, mask=inside & finite)
+            if good:  # whole runs are stored: what stays as it was is read, and stored again
+                was = tl.load(theta_at + here, mask=inside & (finite == 0), other=0.0)
+                tl.store(theta_at + here, tl.where(finite, theta, was), mask=inside)
         if tl.sum(wrong) > 0:
             tl.atomic_min(bad + 1, (first + which).to(tl.int32))
 
 
 @triton.jit
-def put(parameters, thetas, table, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+def put(parameters, thetas, table, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """θ into the parameters."""
     piece = tl.program_id(0)
-    which, start, length, _ = row_of(table, piece)
+    which, start, length, _ = even_row_of(table, piece, ALIGNED)
     parameter = tl.load(parameters + which)
     if parameter != 0:
-        theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
-        parameter_at = parameter.to(tl.pointer_type(DTYPE)) + start
+        theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
+        parameter_at = place_of(parameter, start, DTYPE, ALIGNED)
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
             inside = here < length
