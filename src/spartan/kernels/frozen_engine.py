@@ -84,8 +84,7 @@ class FrozenEngine(Launcher):
         to, thetas = self._to_parameters.of(parameters), self._to_thetas.of(self.thetas)
         tables = to, thetas, self._to_masks.of(self.masks), *self._places()
         kinds = {"WEIGHTS": weights, "DTYPE": self._dtype, "INDEX": self._index}
-        kinds["ALIGNED"] = self._aligned(self._to_parameters)
-        self._weights(("spread", *kinds.values()), lambda: self._run(kept.spread, *tables, **kinds), parameters)
+        self._weights(("spread", weights), lambda: self._run(kept.spread, *tables, **kinds), parameters)
 
     def _collect(self, parameters: Sequence[Tensor | None]) -> None:
         of, to = self._to_parameters.of(parameters), self._to_thetas.of(self.thetas)
@@ -95,8 +94,8 @@ class FrozenEngine(Launcher):
 
     def _mask_gradients(self, grads: Sequence[Tensor | None]) -> None:
         tables = self._to_grads.of(grads), self._to_masks.of(self.masks), *self._places()
-        kinds = self._kinds(grads) | {"INDEX": self._index, "ALIGNED": self._aligned(self._to_grads)}
-        self._replay(("gradients", *kinds.values()), lambda: self._run(kept.mask_gradients, *tables, **kinds))
+        kinds = self._kinds(grads) | {"INDEX": self._index}
+        self._replay(("gradients", kinds["GRAD"]), lambda: self._run(kept.mask_gradients, *tables, **kinds))
 
     def _places(self) -> tuple[Tensor, ...]:
         slabs, blocks, spans = self._spans

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spartan.kernels.state import even_row_of, place_of, row_of
+from spartan.kernels.state import row_of
 
 
 @triton.jit
@@ -27,17 +27,16 @@ def kept_in(spans, index, slab, block, BLOCK: tl.constexpr, INDEX: tl.constexpr)
 @triton.jit
 def spread(
     parameters, thetas, masks, indices, table, slabs, blocks, spans,
-    WEIGHTS: tl.constexpr, DTYPE: tl.constexpr, INDEX: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTS: tl.constexpr, DTYPE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """θ into the parameters where kept, and nothing else; with WEIGHTS w = θ · m, and zeros elsewhere."""
     piece = tl.program_id(0)
-    which, start, length, _ = even_row_of(table, piece, ALIGNED)
+    which, start, length, _ = row_of(table, piece)
     parameter = tl.load(parameters + which)
     if parameter != 0:
         theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE))
         mask_at = tl.load(masks + which).to(tl.pointer_type(DTYPE))
         parameter_at = parameter.to(tl.pointer_type(DTYPE))
-        zeros_at = place_of(parameter, start, DTYPE, ALIGNED)
         index = tl.load(indices + which)
         slab = tl.load(slabs + which)
         first = tl.load(blocks + piece)
@@ -48,7 +47,7 @@ def spread(
                 m = tl.load(mask_at + number, mask=there, other=0.0).to(tl.float32)
                 x = (x.to(tl.float32) * m).to(DTYPE)
                 here = i + tl.arange(0, BLOCK)
-                tl.store(zeros_at + here, tl.zeros((BLOCK,), DTYPE), mask=here < length)
+                tl.store(parameter_at + start + here, tl.zeros((BLOCK,), DTYPE), mask=here < length)
                 tl.debug_barrier()  # the zeros first
             tl.store(parameter_at + place, x, mask=there)
 
@@ -84,16 +83,15 @@ def collect(
 @triton.jit
 def mask_gradients(
     grads, masks, indices, table, slabs, blocks, spans,
-    GRAD: tl.constexpr, DTYPE: tl.constexpr, INDEX: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    GRAD: tl.constexpr, DTYPE: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """∂L/∂θ = g · m where kept, zero elsewhere, in place."""
     piece = tl.program_id(0)
-    which, start, length, _ = even_row_of(table, piece, ALIGNED)
+    which, start, length, _ = row_of(table, piece)
     grad = tl.load(grads + which)
     if grad != 0:
         mask_at = tl.load(masks + which).to(tl.pointer_type(DTYPE))
         grad_at = grad.to(tl.pointer_type(GRAD))
-        zeros_at = place_of(grad, start, GRAD, ALIGNED)
         index = tl.load(indices + which)
         slab = tl.load(slabs + which)
         first = tl.load(blocks + piece)
@@ -103,6 +101,6 @@ def mask_gradients(
             g = (g * tl.load(mask_at + number, mask=there, other=0.0).to(tl.float32)).to(GRAD)
             tl.debug_barrier()  # read before anything is overwritten
             here = i + tl.arange(0, BLOCK)
-            tl.store(zeros_at + here, tl.zeros((BLOCK,), GRAD), mask=here < length)
+            tl.store(grad_at + start + here, tl.zeros((BLOCK,), GRAD), mask=here < length)
             tl.debug_barrier()
             tl.store(grad_at + place, g, mask=there)
