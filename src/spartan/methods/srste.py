@@ -28,7 +28,8 @@ class SRSTE(Method):
         θ ← θ − η · (∇L(w) + λ · (1 − M) ⊙ θ)      straight through, for every θ
 
     The decay makes pruned weights stay pruned, so that masks settle. It is made for `NM(n, m)` and works with any
-    pattern. As in the paper, masks change to the end and there is no warm-up; `warmup` and `finetune` give either.
+    pattern. As in the paper, masks change to the end and there is no warm-up; `warmup` and `finetune` give either. One
+    budget over a whole model at 98% wants a warm-up: without it layers may lose all their weights at once.
 
     The decay is added once per optimizer step, when gradients become those for θ, after they are accumulated, and is
     not scaled with the loss. With a GradScaler, call `scaler.unscale_(optimizer)` first; fused optimizers need it,
