@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from spartan.groups import Group
-from spartan.methods.base import Method, masked, masked_gradients, straight_through
+from spartan.methods._scores import ScoredMasks
 from spartan.methods.registry import register
 from spartan.schedules import Moment, Schedule, cubic, delayed
 
 
 @register
 @dataclass(frozen=True)
-class Movement(Method):
+class Movement(ScoredMasks):
     """Movement pruning: keep the units of largest learned score; a weight that moves away from zero gains score.
 
         w = θ ⊙ M,  M = [S among the k largest]     one score S per unit
@@ -76,35 +76,6 @@ class Movement(Method):
         for i, u in enumerate(group.scores(thetas)):
             group.learned[f"S{i}"] = nn.Parameter(torch.zeros_like(u))
 
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
-        """The threshold on the scores for the budget."""
-        group.threshold = group.select(_scores(group), group.k)
-
-    def keep(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
-        """The units of largest score."""
-        assert group.threshold is not None
-        return group.keep(_scores(group), group.threshold)
-
-    def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """w = θ ⊙ M, straight through M to S."""
-        keep = self.keep(group, thetas)
-        hard = [straight_through(s, kept.to(s.dtype)) for s, kept in zip(group.learned.values(), keep, strict=True)]
-        product = [theta * m.to(theta.dtype) for theta, m in zip(thetas, group.expand(hard), strict=True)]
-        return [
-            straight_through(w, masked(w.detach(), kept))  # no −0.0
-            for w, kept in zip(product, group.expand(keep), strict=True)
-        ]
-
-    def gradient(
-        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment
-    ) -> list[Tensor | None]:
-        """M ⊙ g; and for S, into its `.grad`, Σ g·θ."""
-        for s, theta, g in zip(group.learned.values(), thetas, grads, strict=True):
-            if g is not None:
-                pull = group.pattern.reduce((g * theta).to(s.dtype))
-                s.grad = pull if s.grad is None else s.grad + pull
-        return masked_gradients(grads, group.expand(self.keep(group, thetas)))
-
-
-def _scores(group: Group) -> list[Tensor]:
-    return [s.detach() for s in group.learned.values()]
+    def ranked(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
+        """S."""
+        return [s.detach() for s in group.learned.values()]

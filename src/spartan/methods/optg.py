@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from spartan.groups import Group
-from spartan.methods.base import Method, masked, straight_through
+from spartan.methods._scores import ScoredMasks
 from spartan.methods.registry import register
 from spartan.schedules import Moment, Schedule
 
 
 @register
 @dataclass(frozen=True)
-class OptG(Method):
+class OptG(ScoredMasks):
     """OptG: keep the units of largest accumulated −g·θ; scores and sparsity start late, by one sigmoid.
 
         w = θ ⊙ M,  M = [S among the k largest]           one score S per unit
@@ -82,26 +82,11 @@ class OptG(Method):
         for i, step in enumerate(group.learned.values()):
             group.tensors[f"S{i}"] = group.tensors[f"S{i}"] + rate * step
             step.zero_()
-        group.threshold = group.select(_scores(group), group.k)
+        super().choose(group, thetas, at)
 
     def ranked(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
         """S."""
-        return _scores(group)
-
-    def keep(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
-        """The units of largest score."""
-        assert group.threshold is not None
-        return group.keep(_scores(group), group.threshold)
-
-    def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """w = θ ⊙ M, straight through M to the step of S."""
-        keep = self.keep(group, thetas)
-        hard = [straight_through(s, kept.to(s.dtype)) for s, kept in zip(group.learned.values(), keep, strict=True)]
-        product = [theta * m.to(theta.dtype) for theta, m in zip(thetas, group.expand(hard), strict=True)]
-        return [
-            straight_through(w, masked(w.detach(), kept))  # no −0.0
-            for w, kept in zip(product, group.expand(keep), strict=True)
-        ]
+        return [group.tensors[f"S{i}"] for i in range(len(group.shapes))]
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,7 +101,3 @@ class Sigmoid(Schedule):
         x = 0.25 * self.steepness
         y = math.tanh(x * (2.0 * min(max(progress, 0.0), 1.0) - 1.0)) / math.tanh(x)
         return self.start + (self.end - self.start) * (0.5 + 0.5 * y)
-
-
-def _scores(group: Group) -> list[Tensor]:
-    return [group.tensors[f"S{i}"] for i in range(len(group.shapes))]
