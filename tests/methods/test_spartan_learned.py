@@ -13,6 +13,7 @@ from torch.func import functional_call
 from spartan import Block, Flops, Sparsifier, Unstructured, linear
 from spartan.methods.spartan_learned import SpartanLearned
 from tests.contract.cases import Net, batch
+from tests.methods.following import follow
 from tests.test_algorithm_3 import POSITIONS, soft_topk, spread, units
 
 T, W, FREEZE = 30, 9, 24  # steps, warm-up, first step of finetuning
@@ -101,21 +102,11 @@ def test_thirty_steps(side: int, cost: Any, relative: bool) -> None:
         finetune=0.2,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
-    sparsifier.attach(optimizer)
     unit = float(sparsifier._run.plan.groups[0].tensors["scale"]) if relative else 1.0
     start = [phi.detach().clone() for phi in sparsifier._run.plan.groups[0].learned.values()]
-    for t in range(T + 1):
-        masks = sparsifier.masks()
-        for name, w in expected[t].items():
-            got = model.get_parameter(name).detach()
-            torch.testing.assert_close(got, w, rtol=0, atol=1e-10, msg=f"step {t}, {name}")
-            assert not got[~masks[name]].any()
+    for t, _ in follow(model, sparsifier, expected, optimizer):
         if t == FREEZE:
             assert sparsifier.stats.beta == pytest.approx(beta_end / unit)
-        x, y = batch(t)
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
     moved = [phi.detach() - s for phi, s in zip(sparsifier._run.plan.groups[0].learned.values(), start, strict=True)]
     assert all(float(d.abs().max()) > 1e-3 for d in moved), "φ learns"
 

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from spartan import NM, Sparsifier, TopKAST, Unstructured
 from spartan.methods.srste import SRSTE
 from tests.contract.cases import Net, batch
+from tests.methods.following import follow
 
 T, LR, MOMENTUM, DECAY = 30, 0.1, 0.9, 1e-3
 NAMES = ("conv.weight", "hidden.weight", "head.weight")
@@ -68,17 +69,8 @@ def test_thirty_steps(pattern: Any, sparsity: float, choose: Any, lam: float) ->
     expected = reference(copy.deepcopy(model), choose, lam)
     sparsifier = Sparsifier(model, sparsity, T + 1, SRSTE(decay=lam), pattern=pattern)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
-    sparsifier.attach(optimizer)
-    for t in range(T + 1):
-        masks = sparsifier.masks()
-        for name, w in expected[t].items():
-            found = model.get_parameter(name).detach()
-            torch.testing.assert_close(found, w, rtol=0, atol=1e-10, msg=f"step {t}, {name}")
-            assert torch.equal(found != 0, masks[name])
-        x, y = batch(t)
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for _ in follow(model, sparsifier, expected, optimizer, zeros=True):
+        pass
     sparsifier.finalize()
 
 

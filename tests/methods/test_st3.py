@@ -14,6 +14,7 @@ from spartan.groups import make_plan
 from spartan.methods.st3 import ST3, channel_scales
 from spartan.schedules import Schedule
 from tests.contract.cases import Net, batch
+from tests.methods.following import follow
 
 T, W, FREEZE = 30, 10, 24  # steps, warm-up, first step of finetuning
 SPARSITY, LR, MOMENTUM, DECAY = 0.8, 0.1, 0.9, 1e-3
@@ -88,17 +89,8 @@ def test_thirty_steps(side: int, rescale: bool, ramp: Schedule) -> None:
     method = ST3(rescale=rescale, ramp=ramp)
     sparsifier = Sparsifier(model, SPARSITY, T, method, pattern=pattern, warmup=W / T, finetune=1 - FREEZE / T)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
-    sparsifier.attach(optimizer)
-    for t in range(T + 1):
-        masks = sparsifier.masks()
-        for name, w in expected[t].items():
-            found = model.get_parameter(name).detach()
-            torch.testing.assert_close(found, w, rtol=0, atol=1e-10, msg=f"step {t}, {name}")
-            assert torch.equal(found != 0, masks[name])
-        x, y = batch(t)
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for _ in follow(model, sparsifier, expected, optimizer, zeros=True):
+        pass
 
 
 @pytest.mark.parametrize("method", ["st3", "feather", "str"])

@@ -15,6 +15,7 @@ from spartan import Block, Sparsifier, Unstructured
 from spartan.groups import make_plan
 from spartan.methods.soft_threshold import STR
 from tests.contract.cases import Net, batch
+from tests.methods.following import follow
 
 T, W, FREEZE = 30, 6, 24  # steps, warm-up, first step of finetuning
 SPARSITY, LR, MOMENTUM, DECAY = 0.8, 0.1, 0.9, 1e-3
@@ -93,19 +94,9 @@ def test_thirty_steps(init: float, side: int, exact: bool) -> None:
     method = STR(exact=exact, init=init)
     sparsifier = Sparsifier(model, SPARSITY, T, method, pattern=pattern, warmup=W / T, finetune=1 - FREEZE / T)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
-    sparsifier.attach(optimizer)
     (group,) = sparsifier._run.plan.groups
-    for t in range(T + 1):
-        masks = sparsifier.masks()
+    for t, _ in follow(model, sparsifier, expected, optimizer, zeros=True):
         torch.testing.assert_close(group.learned["s"].detach(), thresholds[t], rtol=0, atol=1e-10)
-        for name, w in expected[t].items():
-            found = model.get_parameter(name).detach()
-            torch.testing.assert_close(found, w, rtol=0, atol=1e-10, msg=f"step {t}, {name}")
-            assert torch.equal(found != 0, masks[name])
-        x, y = batch(t)
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
     assert len({round(x, 9) for x in group.learned["s"].tolist()}) == 3, "each layer learns a threshold of its own"
 
 
