@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from spartan import IMP, NM, Block, Channel, Flops, Sparsifier, Spartan, TopKAST, Unstructured, constant, linear
 from spartan.methods.base import Method
+from spartan.methods.movement import Movement
+from spartan.methods.optg import OptG
 from spartan.patterns import Pattern
 from tests.kernels import DEVICE
 from tests.waiting import check_no_step_waits
@@ -82,6 +84,8 @@ METHODS = {
     "topkast": TopKAST(),
     "topkast-b": TopKAST(backward_sparsity=0.1, exploration=1e-2),
     "imp": IMP(),
+    "movement": Movement(),
+    "optg": OptG(steepness=8),
 }
 
 
@@ -100,8 +104,9 @@ def test_ends_of_any_length(name: str) -> None:
 
 
 @pytest.mark.parametrize("odd", [False, True])
-def test_a_budget_for_every_layer(odd: bool) -> None:
-    same(METHODS["spartan"], skip=2, budget="erk", steps=5, odd=odd)
+@pytest.mark.parametrize("name", ["spartan", "movement"])
+def test_a_budget_for_every_layer(name: str, odd: bool) -> None:
+    same(METHODS[name], skip=2, budget="erk", steps=5, odd=odd)
 
 
 def test_gradients_that_lie_anywhere() -> None:

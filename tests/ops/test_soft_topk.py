@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.special import expit
@@ -46,6 +46,7 @@ def draw(kind: str, n: int, seed: int) -> Tensor:
     costs=st.booleans(),
     seed=st.integers(0, 1000),
 )
+@example(beta=10.0, density=0.001, kind="uniform", n=17, dtype=torch.float32, costs=True, seed=624)
 def test_the_budget_is_met(
     beta: float, density: float, kind: str, n: int, dtype: torch.dtype, costs: bool, seed: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -10,21 +11,27 @@ from spartan.groups import Group
 from spartan.methods.base import Method, masked, masked_gradients, straight_through
 from spartan.schedules import Moment
 
+if TYPE_CHECKING:
+    from spartan.kernels.engine import Engine
+
 
 class ScoredMasks(Method):
     """w = θ ⊙ M with M = [score among the k largest]; what is learned, a number per unit, sees through M as if it were it.
 
-    `ranked` tells the scores. They are what is learned, or something made from it.
+    `ranked` tells the scores. They are what is learned, or something made from it. The kept units of tensor i are in
+    `group.tensors["mask{i}"]` until the next are chosen.
     """
 
     def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
-        """The threshold on the scores for the budget."""
-        group.threshold = group.select(self.ranked(group, thetas), group.k)
+        """The units of largest score that fit the budget."""
+        scores = self.ranked(group, thetas)
+        group.threshold = group.select(scores, group.k)
+        for i, mask in enumerate(group.keep(scores, group.threshold)):
+            group.tensors[f"mask{i}"] = mask
 
     def keep(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
-        """The units of largest score."""
-        assert group.threshold is not None
-        return group.keep(self.ranked(group, thetas), group.threshold)
+        """The stored masks."""
+        return [group.tensors[f"mask{i}"] for i in range(len(thetas))]
 
     def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
         """w = θ ⊙ M, straight through M to what is learned."""
@@ -35,6 +42,10 @@ class ScoredMasks(Method):
             straight_through(w, masked(w.detach(), kept))  # no −0.0
             for w, kept in zip(product, group.expand(keep), strict=True)
         ]
+
+    def write_fast(self, group: Group, thetas: Sequence[Tensor], engine: Engine) -> bool:
+        """θ ⊙ M."""
+        return engine.project_stored(self.keep(group, thetas))
 
     def gradient(
         self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment
