@@ -42,7 +42,7 @@ def values(step: int) -> list[Tensor]:
 def build() -> tuple[TopK, States]:
     topk._programs = lambda entries, device: PROGRAMS
     found = TopK(SIZES, COSTS, [1.0] * len(SIZES), DEVICE, OWNERS, 4), States(4, DEVICE)
-    assert len(found[0].shared.shares) == PROGRAMS + 1
+    assert len(found[0].pieces.shares) == PROGRAMS + 1
     return found
 
 

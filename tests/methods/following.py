@@ -22,6 +22,7 @@ def follow(
 
     Nothing that is not kept may be other than zero; with `zeros` nothing that is kept may be zero.
     """
+    assert len(expected) >= 30
     sparsifier.attach(optimizer)
     for t, weights in enumerate(expected):
         masks = sparsifier.masks()

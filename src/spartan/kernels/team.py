@@ -76,7 +76,9 @@ class Team(Together, Kernels):
             if type(engine) is TritonEngine:
                 ranked[mine], costs[mine], factors[mine] = sizes[mine], engine.costs, engine.factors
         device = some.bad.device
-        super().__init__(parameters, thetas, Pieces(sizes, [1.0] * n, [1.0] * n, device), some.bad, 0, out)
+        everything = Pieces(sizes, [1.0] * n, [1.0] * n, device)
+        of_groups = Pieces(ranked, costs, factors, device, owners=owners, groups=len(out))
+        super().__init__(parameters, thetas, everything, some.bad, 0, out, of_groups)
         self.engines = {g: engine for g, engine in engines.items() if type(engine) is TritonEngine}
         for engine in engines.values():
             engine.together = self

@@ -68,17 +68,15 @@ class TopK:
     ) -> None:
         self.absolute = factors is not None
         owners = [0] * len(sizes) if owners is None else owners
-        factors = factors or [1.0] * len(sizes)
-        # What the search goes over, and what kernels do that know the result.
-        self.shared = Pieces(
-            sizes, costs, factors, device, owners=owners, groups=groups, programs=_programs(sum(sizes), device)
-        )
-        self.pieces = Pieces(sizes, costs, factors, device, owners=owners, groups=groups)
+        self.pieces = Pieces(
+            sizes, costs, factors or [1.0] * len(sizes), device, owners=owners, groups=groups,
+            programs=_programs(sum(sizes), device),
+        )  # fmt: skip
         each = list(zip(owners, sizes, costs, strict=True))
         self.sizes = [sum(n for owner, n, _ in each if owner == g) for g in range(groups)]
         self.costs = [math.fsum(n * c for owner, n, c in each if owner == g) for g in range(groups)]
-        n = max(1, self.shared.count, self.pieces.count)
-        self.counts = torch.zeros(len(self.shared.prices), BINS.value, dtype=torch.int32, device=device)
+        n = max(1, self.pieces.count)
+        self.counts = torch.zeros(len(self.pieces.prices), BINS.value, dtype=torch.int32, device=device)
         self.above = torch.zeros(n, dtype=torch.int32, device=device)
         self.sums = torch.zeros(n, 4, dtype=torch.float64, device=device)
         self.arrived = torch.zeros(1, dtype=torch.int64, device=device)
@@ -121,7 +119,7 @@ class TopK:
     def _launch(
         self, where: Tensor, dtype: torch.dtype, floats: Tensor, ints: Tensor, soft: bool, forget: bool, cold: bool
     ) -> None:
-        p, groups = self.shared, len(self.sizes)
+        p, groups = self.pieces, len(self.sizes)
         sampled = cold and max(self.sizes) >= SAMPLED_FROM
         search[(len(p.shares) - 1,)](
             where, p.table, p.shares, p.groups, p.limits, p.factors, p.kinds, p.costs, p.prices, floats, ints,

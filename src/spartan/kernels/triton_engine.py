@@ -91,6 +91,7 @@ class Kernels(Launcher):
         thetas: the dense weights of each, with the same strides.
         pieces, bad, first: as for `Launcher`.
         out: two numbers a group that the gradients leave: a₁/a₂, and how far the mask is from its budget.
+        ranked: how those entries are divided that masks are solved for, by group, with their costs and factors.
     """
 
     topk: TopK
@@ -104,9 +105,11 @@ class Kernels(Launcher):
         bad: Tensor,
         first: int,
         out: Tensor,
+        ranked: Pieces,
     ) -> None:
         super().__init__(parameters, pieces, bad, first)
-        self.thetas, self.out = list(thetas), out
+        self.thetas, self.out, self.ranked = list(thetas), out, ranked
+        self._sums = torch.zeros(ranked.count, 4, dtype=torch.float64, device=bad.device)
         self.masks: list[Tensor | None] = [None] * len(self.parameters)  # that a method stores
         self._to_thetas, self._to_masks = Addresses(bad.device), Addresses(bad.device)
 
@@ -122,27 +125,27 @@ class Kernels(Launcher):
         self._replay(("take", *kinds.values()), lambda: self._run(weights.take, *tables, FINE=FINE, **kinds))
 
     def _project(self, parameters: Sequence[Tensor | None], soft: bool) -> None:
-        to, of, p = self._to_parameters.of(parameters), self._to_thetas.of(self.thetas), self.topk.pieces
+        to, of, p = self._to_parameters.of(parameters), self._to_thetas.of(self.thetas), self.ranked
         tables = to, of, p.table, p.groups, p.factors, self.state.floats, self.state.ints
         kinds = {"SOFT": soft} | self._of_weights
         launch = lambda: self._run(weights.project, *tables, pieces=p, **kinds)  # noqa: E731
         self._weights(("project", *kinds.values()), launch, parameters)
 
     def _through_mask(self, grads: Sequence[Tensor | None]) -> None:
-        p = self.topk.pieces
+        p = self.ranked
         tables = self._to_grads.of(grads), self._to_thetas.of(self.thetas), p.table, p.groups, p.factors
-        kinds, floats, sums = self._of_gradients(grads), self.state.floats, self.topk.sums
+        kinds, floats, sums = self._of_gradients(grads), self.state.floats, self._sums
 
         def launch() -> None:
             self._run(gradient.pull, *tables, floats, sums, pieces=p, **kinds)
             each = tables[0], p.limits, sums, p.costs, floats, self.out
-            gradient.ratios[(len(self.topk.sizes),)](*each, ROWS=512, num_warps=8)
+            gradient.ratios[(len(p.limits),)](*each, ROWS=512, num_warps=8)
             self._run(gradient.through_mask, *tables, p.costs, floats, self.out, pieces=p, **kinds)
 
         self._replay(("through_mask", *kinds.values()), launch)
 
     def _where_kept(self, grads: Sequence[Tensor | None]) -> None:
-        p = self.topk.pieces
+        p = self.ranked
         tables = self._to_grads.of(grads), self._to_thetas.of(self.thetas), p.table, p.groups, p.factors
         kinds, state = self._of_gradients(grads), (self.state.floats, self.state.ints)
         launch = lambda: self._run(gradient.where_kept, *tables, *state, pieces=p, **kinds)  # noqa: E731
@@ -201,7 +204,7 @@ class TritonEngine(Kernels, Engine):
         out: Tensor,
     ) -> None:
         pieces = Pieces([t.numel() for t in thetas], costs, factors, thetas[0].device)
-        super().__init__(parameters, thetas, pieces, bad, first, out)
+        super().__init__(parameters, thetas, pieces, bad, first, out, ranked=pieces)
         self.costs, self.factors = list(costs), list(factors)
         self.state = State.new(thetas[0].device)
         self._cold = True
