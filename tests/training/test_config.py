@@ -158,7 +158,7 @@ def test_patterns_by_name(text: str, pattern: Pattern) -> None:
     assert from_dict(yaml.safe_load(to_yaml(config))) == config
 
 
-@pytest.mark.parametrize("text", ["nm", "nm:2", "nm:2:4:8", "nm:a:b", "channels", "channel:up", "block:2:2"])
+@pytest.mark.parametrize("text", ["nm", "nm:2", "nm:2:4:8", "nm:a:b", "channels", "channel:up", "block:2:2", "2:4"])
 def test_unknown_patterns_are_errors(text: str) -> None:
     with pytest.raises(RecipeError, match="pattern: .* is not accepted; accepted: unstructured, .*nm:N:M"):
         load_recipe("digits", [f"pattern={text}"])

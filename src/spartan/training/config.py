@@ -166,6 +166,19 @@ def _check_ranges(c: Config) -> None:
 # ---------------------------------------------------------------------- from YAML to Config
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML without its numbers to the base 60: 2:4 is text, not 124."""
+
+
+def _decimal(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    text = loader.construct_scalar(node)
+    return text if ":" in text else yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+
+
+for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    _Loader.add_constructor(_tag, _decimal)
+
+
 def recipe_names() -> list[str]:
     """The built-in recipes."""
     folder = resources.files("spartan.training") / "recipes"
@@ -176,7 +189,7 @@ def load_recipe(recipe: str | Path, sets: Sequence[str] = ()) -> Config:
     """A built-in recipe by name, or a YAML file, with `key=value` settings on top (dots reach into sections)."""
     text, origin = _read(recipe)
     try:
-        values = yaml.safe_load(text) or {}
+        values = yaml.load(text, _Loader) or {}
     except yaml.YAMLError as error:
         raise RecipeError(f"{origin} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
@@ -211,7 +224,7 @@ def _apply(values: dict[str, Any], setting: str) -> None:
             raise RecipeError(f"{key}: {section} is a value, not a section")
         values = inner
     try:
-        values[last] = _number_or(yaml.safe_load(text))
+        values[last] = _number_or(yaml.load(text, _Loader))
     except yaml.YAMLError:
         raise RecipeError(f"--set {setting!r}: {text!r} cannot be read as a value") from None
 
