@@ -1,7 +1,7 @@
 """The package's own part of the build: compile the CPU kernels into the wheel, where there is a compiler.
 
 Everything else is in pyproject.toml. Without a compiler, or with SPARTAN_NO_COMPILE=1, the wheel is a pure one. Editable
-installs compile nothing here: the kernels are compiled on first use, into the user's cache (spartan/export/cpu/library.py).
+installs compile nothing here: the kernels are compiled on first use, into the user's cache (inference/cpu/library.py).
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-FOLDER = "spartan/export/cpu"
+FOLDER = "spartan/inference/cpu"
 
 
 class BuildWithKernels(build_py):

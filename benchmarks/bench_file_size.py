@@ -34,10 +34,10 @@ import torch
 from torch import Tensor, nn
 
 import spartan
-from spartan.export import codes, read, save
+from spartan.app.train import vision
+from spartan.files import codes, read, save
 from spartan.patterns import Block, Pattern, Unstructured
 from spartan.targets import find_targets
-from spartan.training import vision
 
 # Where it is not installed its column stays empty.
 zstandard: Any = importlib.import_module("zstandard") if importlib.util.find_spec("zstandard") else None

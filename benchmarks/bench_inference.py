@@ -39,12 +39,13 @@ from torch import Tensor, nn
 
 import spartan
 from spartan import Block
-from spartan.export import convert, load
-from spartan.export.cpu.library import status
-from spartan.export.load import open_file
-from spartan.export.onnx import export_onnx
-from spartan.export.runtime import SparseLayer
-from spartan.training.vision import torchvision
+from spartan.app.train.vision import torchvision
+from spartan.files import load
+from spartan.files.load import open_file
+from spartan.inference import convert
+from spartan.inference.cpu.library import status
+from spartan.inference.onnx import export_onnx
+from spartan.inference.runtime import SparseLayer
 
 RESULTS = Path(__file__).parent / "inference.csv"
 COLUMNS = [
@@ -214,7 +215,7 @@ def gpu(args: argparse.Namespace) -> None:
     """The part for a GPU."""
     import inference_gpu
 
-    from spartan.export.gpu import ops
+    from spartan.inference.gpu import ops
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     print(f"{device}, torch {torch.__version__}, {ops.status()}")

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 import spartan
-from spartan.training.config import load_recipe
-from spartan.training.models import build_model
+from spartan.app.train.config import load_recipe
+from spartan.zoo import build_model
 
 
 def main() -> None:

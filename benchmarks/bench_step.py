@@ -35,9 +35,9 @@ import torch
 from torch import Tensor, nn
 
 from spartan import IMP, Block, Sparsifier, Spartan, TopKAST, constant, linear, prune
+from spartan.app.train import vision
 from spartan.methods.base import Method
-from spartan.training import vision
-from spartan.training.models import WideResNet
+from spartan.zoo import WideResNet
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "step.csv"

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spartan import Block, prune
-from spartan.export.convert import accelerate, explain
-from spartan.export.cpu.ops import ACTIVATIONS
-from spartan.export.gpu import choice
-from spartan.export.gpu.tiles import blocks_of
-from spartan.export.runtime import DenseLinear, SparseLinear
+from spartan.inference.convert import accelerate, explain
+from spartan.inference.cpu.ops import ACTIVATIONS
+from spartan.inference.gpu import choice
+from spartan.inference.gpu.tiles import blocks_of
+from spartan.inference.runtime import DenseLinear, SparseLinear
 
 TOKENS, DTYPE = 12608, torch.bfloat16
 LAYERS = [(768, 3072, "gelu"), (3072, 768, "none"), (768, 2304, "none")]

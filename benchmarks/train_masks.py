@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import spartan
-from spartan.training.vision import torchvision
+from spartan.app.train.vision import torchvision
 
 
 def enlarged(images: Tensor, device: torch.device) -> Tensor:

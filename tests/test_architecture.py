@@ -25,11 +25,10 @@ LAYERS = [
     {"wrap"},
     {"sparsifier"},
     {"sharded_checkpoint"},
-    {"export"},
+    {"inference"},
+    {"files"},
     {""},
-    {"training", "report"},
-    {"export.bench", "export.commands", "export.trained"},
-    {"cli"},
+    {"zoo", "app"},
     {"__main__"},
 ]
 
@@ -42,7 +41,7 @@ def module_name(path: Path) -> str:
 def layer(name: str) -> int:
     parts = name.partition(".")
     # A module named above has a place of its own, others that of their package.
-    if parts[0] in {"methods", "kernels", "training", "report", "export"} and not any(name in ns for ns in LAYERS):
+    if parts[0] in {"methods", "kernels", "app", "inference", "files"} and not any(name in ns for ns in LAYERS):
         name = parts[0]
     return next(i for i, names in enumerate(LAYERS) if name in names)
 
@@ -76,7 +75,7 @@ def test_nothing_but_the_package_knows_single_methods() -> None:
     known = {"methods", "methods.base", "methods.registry"}
     for path in ROOT.rglob("*.py"):
         me = module_name(path)
-        if me and not me.startswith(("methods", "training", "report", "cli")):
+        if me and not me.startswith(("methods", "app")):
             single = {name for name in imports(path) if name.startswith("methods.")} - known
             assert not single, f"{me} imports {single}; a method is one file that nothing else needs to know"
 

@@ -1,5 +1,5 @@
 """`torchvision`, also beside a CPU build of torch."""
 
-from spartan.training import vision
+from spartan.app.train import vision
 
 torchvision = vision.torchvision()

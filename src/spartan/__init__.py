@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from spartan.costs import Flops, Params
-from spartan.export import load, save
+from spartan.files import load, save
 from spartan.flop_count import flops
 from spartan.heads import Heads
 from spartan.methods import Methods, package
@@ -18,7 +18,7 @@ from spartan.schedules import constant, cosine, cubic, linear
 from spartan.sparsifier import Sparsifier
 
 if TYPE_CHECKING:
-    from spartan.export import accelerate, explain, export_onnx
+    from spartan.inference import accelerate, explain, export_onnx
     from spartan.sharded_checkpoint import load_sharded, save_sharded
 
 __version__ = "0.1.0"
@@ -62,9 +62,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # The sparse runtime needs torch's compiler, which takes a second to import: only for those who ask for it.
     if name in ("accelerate", "explain", "export_onnx"):
-        from spartan import export
+        from spartan import inference
 
-        return getattr(export, name)
+        return getattr(inference, name)
     if name in ("load_sharded", "save_sharded"):  # so does torch.distributed.checkpoint
         from spartan import sharded_checkpoint
 

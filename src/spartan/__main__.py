@@ -1,6 +1,6 @@
 """`python -m spartan` is `spartan`."""
 
-from spartan.cli import main
+from spartan.app.cli import main
 
 if __name__ == "__main__":
     main()

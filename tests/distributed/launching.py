@@ -15,7 +15,7 @@ from types import TracebackType
 
 import torch
 
-from spartan.export import read
+from spartan.files import read
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     for _name in (
         *("sklearn.datasets", "sklearn.model_selection", "torch.utils.tensorboard", "torch._dynamo"),
-        *("spartan.cli", "spartan.training.loop", "spartan.training.small_images", "spartan.report.page"),
+        *("spartan.app.cli", "spartan.app.train.loop", "spartan.app.train.small_images", "spartan.app.report.page"),
     ):
         importlib.import_module(_name)
 
@@ -75,7 +75,7 @@ class Launched:
             sys.argv = ["spartan", *arguments]
             sys.path.insert(0, str(ROOT))
             torch.set_num_threads(1)
-            from spartan.cli import main
+            from spartan.app.cli import main
 
             main()
             code = 0

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from spartan import Sparsifier
-from spartan.training.checkpoint import CheckpointError, checkpoints
-from spartan.training.config import from_dict
-from spartan.training.models import WideResNet, digits_cnn
-from spartan.training.parallel import blocks, precision
-from spartan.training.processes import Processes
-from spartan.training.shards import Parts
-from spartan.training.small_images import _digits
+from spartan.app.train.checkpoint import CheckpointError, checkpoints
+from spartan.app.train.config import from_dict
+from spartan.app.train.parallel import blocks, precision
+from spartan.app.train.processes import Processes
+from spartan.app.train.shards import Parts
+from spartan.app.train.small_images import _digits
+from spartan.zoo import WideResNet, digits_cnn
+from tests.app.train import samples
+from tests.app.train.small_models import resnet, vit
 from tests.distributed.launching import Launched, launch, wait_for, weights
 from tests.distributed.test_application_torchrun import torchrun, worker
 from tests.distributed.workers import on
-from tests.training import samples
-from tests.training.small_models import resnet, vit
 
 array_file, image_folder = samples.npz, samples.folder  # fixtures
 HERE = "tests.distributed.test_app_fsdp"
@@ -297,7 +297,7 @@ def test_a_full_disk_leaves_the_old_ones(tmp_path: Path) -> None:
     ],
 )
 def test_what_fails_one_fails_all_with_the_same_words(tmp_path: Path, model: str, code: int, words: str) -> None:
-    sets = (f"model=tests.training.small_models:{model}", "model_args={rank: 1}", "clip=null", *FSDP)
+    sets = (f"model=tests.app.train.small_models:{model}", "model_args={rank: 1}", "clip=null", *FSDP)
     with Launched(tmp_path, 2, *train(*sets)) as both:
         assert both.wait(30) == [code] * 2
     assert all(both.err(rank).splitlines()[-1].startswith(words) for rank in range(2)), both.err(0) + both.err(1)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spartan.training.config import from_dict
-from spartan.training.parallel import Shards
-from spartan.training.processes import Processes
-from spartan.training.setup import build_sparsifier
+from spartan.app.train.config import from_dict
+from spartan.app.train.parallel import Shards
+from spartan.app.train.processes import Processes
+from spartan.app.train.setup import build_sparsifier
 from tests.distributed.launching import launch, weights
 from tests.distributed.test_app_fsdp import FSDP, HERE, LEARNS, Residual, same, train
 from tests.distributed.workers import on

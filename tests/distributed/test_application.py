@@ -13,15 +13,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from spartan.cli import app
-from spartan.training.checkpoint import checkpoints
-from spartan.training.config import RecipeError, from_dict, to_yaml
-from spartan.training.parallel import spread
-from spartan.training.processes import Processes, choose_device, joined, micro_batch
-from spartan.training.runs import check_settings_on_the_way, run_name, to_continue
+from spartan.app.cli import app
+from spartan.app.train.checkpoint import checkpoints
+from spartan.app.train.config import RecipeError, from_dict, to_yaml
+from spartan.app.train.parallel import spread
+from spartan.app.train.processes import Processes, choose_device, joined, micro_batch
+from spartan.app.train.runs import check_settings_on_the_way, run_name, to_continue
 from tests.distributed.launching import Launched, free_port, launch, wait_for, weights
 
-FLOAT64 = ("epochs=2", "batch_size=128", "model=tests.training.small_models:float64", "data.pad=1")
+FLOAT64 = ("epochs=2", "batch_size=128", "model=tests.app.train.small_models:float64", "data.pad=1")
 BATCH_NORM = ("epochs=3", "batch_size=128", "data.pad=1", "checkpoint_steps=4")
 
 
@@ -148,7 +148,7 @@ def test_the_first_process_decides_what_is_done(pair: Path, tmp_path: Path) -> N
 
 def test_every_process_has_random_numbers_of_its_own(tmp_path: Path) -> None:
     """Killed and resumed, dropout goes on where it was on each of them."""
-    sets = ("epochs=2", "model=tests.training.small_models:dropout", "checkpoint_steps=5")
+    sets = ("epochs=2", "model=tests.app.train.small_models:dropout", "checkpoint_steps=5")
     launch(tmp_path / "whole", 2, *train(*sets))
     with Launched(tmp_path / "cut", 2, *train(*sets)) as both:
         wait_for(lambda: checkpoints(tmp_path / "cut/run"))
@@ -178,7 +178,7 @@ def test_every_process_has_random_numbers_of_its_own(tmp_path: Path) -> None:
 def test_what_fails_one_fails_all_with_the_same_words(
     tmp_path: Path, model: str, rank: int, code: int, words: str
 ) -> None:
-    sets = (f"model=tests.training.small_models:{model}", f"model_args={{rank: {rank}}}")
+    sets = (f"model=tests.app.train.small_models:{model}", f"model_args={{rank: {rank}}}")
     with Launched(tmp_path, 2, *train(*sets)) as both:
         assert both.wait(30) == [code] * 2
     last = [both.err(r).splitlines()[-1] for r in range(2)]  # torch may have said something before
@@ -187,7 +187,7 @@ def test_what_fails_one_fails_all_with_the_same_words(
 
 
 def test_a_process_that_vanishes_is_missed(tmp_path: Path) -> None:
-    with Launched(tmp_path, 2, *train("model=tests.training.small_models:vanishes", "model_args={rank: 1}")) as both:
+    with Launched(tmp_path, 2, *train("model=tests.app.train.small_models:vanishes", "model_args={rank: 1}")) as both:
         assert both.wait(30) == [1, 9]
     words = "error: one of the 2 processes ended or fell silent without a word; process 0 ends too: "
     assert both.err(0).splitlines()[-1].startswith(words)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spartan.training.checkpoint import checkpoints
+from spartan.app.train.checkpoint import checkpoints
 from tests.distributed.launching import ROOT, free_port, launch, wait_for, weights
 
 SETS = ("epochs=6", "batch_size=128", "data.pad=1", "checkpoint_steps=5")
@@ -123,7 +123,7 @@ def test_a_polite_end_and_a_new_beginning(undisturbed: Path, tmp_path: Path, num
     [("nan_gradients", "error: the gradient of 1.weight holds NaN"), ("fails", "error: process 0 has had enough")],
 )
 def test_an_error_ends_all(tmp_path: Path, model: str, words: str) -> None:
-    sets = ["--set", f"model=tests.training.small_models:{model}", "--set", "model_args={rank: 0}"]
+    sets = ["--set", f"model=tests.app.train.small_models:{model}", "--set", "model_args={rank: 0}"]
     with torchrun(tmp_path, "train", "digits", *sets, "--out", "run") as process:
         assert process.wait(60) != 0
     assert (tmp_path / "err").read_text().count(words) == 2, "both say so"

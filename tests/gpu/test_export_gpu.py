@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import spartan
 from spartan import NM, Block
-from spartan.export.attention import Attention
-from spartan.export.convert import accelerate, explain
-from spartan.export.gpu import choice
-from spartan.export.gpu.layers import SemiStructuredLinear, TileLinear
-from spartan.export.patches import PatchConv
-from spartan.export.runtime import DenseLinear
+from spartan.inference.attention import Attention
+from spartan.inference.convert import accelerate, explain
+from spartan.inference.gpu import choice
+from spartan.inference.gpu.layers import SemiStructuredLinear, TileLinear
+from spartan.inference.patches import PatchConv
+from spartan.inference.runtime import DenseLinear
 from tests.waiting import no_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -41,7 +41,7 @@ def close(got: Tensor, expected: Tensor) -> None:
 
 def vit(block: int, dtype: torch.dtype) -> nn.Module:
     """timm's ViT-Ti/16 at 75% in blocks, with a head that says something."""
-    from spartan.training.vision import timm
+    from spartan.app.train.vision import timm
 
     model: nn.Module = timm().create_model("vit_tiny_patch16_224", num_classes=10)
     for module in model.modules():

@@ -15,14 +15,14 @@ from torch.func import functional_call
 
 import spartan
 from spartan import IMP, Block, Sparsifier, Spartan, TopKAST, Unstructured
+from spartan.app.report import write_report
+from spartan.app.train.config import RecipeError, load_recipe
+from spartan.app.train.loop import train
+from spartan.app.train.setup import build_method
 from spartan.groups import Group
 from spartan.methods import Method, as_method
 from spartan.methods.powerprop import Powerprop
-from spartan.report import write_report
 from spartan.schedules import Moment
-from spartan.training.config import RecipeError, load_recipe
-from spartan.training.loop import train
-from spartan.training.setup import build_method
 from tests.contract.cases import Net, backward, batch
 from tests.test_algorithm_3 import spread, units
 

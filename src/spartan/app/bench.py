@@ -1,0 +1,192 @@
+"""What `spartan bench` measures: a model with dense layers beside the same model on sparse kernels, on this CPU."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spartan.app.train.data import Data
+from spartan.app.trained import Trained
+from spartan.files.load import load
+from spartan.files.pack import save
+from spartan.inference.convert import Explanation, accelerate, explain
+from spartan.inference.onnx import export_onnx
+
+Run = Callable[[Tensor], Any]
+Tell = Callable[[str], None]
+EAGER, COMPILED, OURS = "dense, eager", "dense, torch.compile", "spartan"
+ONNX, OPENVINO = "dense, ONNX Runtime", "dense, OpenVINO"
+# Which extra of the package brings what a rival needs.
+NEEDS = {ONNX: {"onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx"}}
+NEEDS[OPENVINO] = {"onnx": "onnx", "onnxscript": "onnx", "openvino": "bench"}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What both models say about the same test images."""
+
+    images: int
+    of: int
+    before: float
+    after: float
+    same: int
+    gap: float
+
+
+@dataclass
+class Result:
+    """Sizes in bytes, seconds by batch and contender, layers' kernels by batch, and the answers."""
+
+    dense_bytes: int
+    packed_bytes: int
+    seconds: dict[int, dict[str, float]] = field(default_factory=dict)
+    kernels: dict[int, list[Explanation]] = field(default_factory=dict)
+    answers: Answers | None = None
+
+
+def check_installed(option: str, rival: str) -> None:
+    """ValueError that names the extra where a rival's packages are missing."""
+    missing = {name: extra for name, extra in NEEDS[rival].items() if importlib.util.find_spec(name) is None}
+    if missing:
+        extras = ",".join(sorted(set(missing.values())))
+        raise ValueError(f"{option} needs {' and '.join(missing)}: pip install 'spartan-sparsity[{extras}]'")
+
+
+@torch.inference_mode()
+def bench(trained: Trained, batches: Sequence[int], rivals: Sequence[str], images: int, tell: Tell) -> Result:
+    """Measure everything: a table's worth.
+
+    Args:
+        trained: the model.
+        batches: how many images at once, one after the other.
+        rivals: of COMPILED, ONNX and OPENVINO, those to measure besides.
+        images: compare the answers on so many test images at most; 0 for none.
+        tell: is given a line about what is being done.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = trained.path
+        if not trained.packed:
+            path = Path(folder) / "packed.safetensors"
+            save(trained.model, path)
+        result = Result(trained.dense_bytes, path.stat().st_size)
+        # What a user gets: the file's tensors in the model's layers.
+        model = load(path, copy.deepcopy(trained.model), kernels="dense")
+        data = trained.data() if images else None
+        fast = model
+        for batch in batches:
+            tell(f"batch {batch}: choosing kernels")
+            x = trained.noise(batch)
+            fast = accelerate(model, example_inputs=x)
+            result.kernels[batch] = explain(fast)
+            with _rivals(trained.model, x, rivals, Path(folder), tell) as runs:
+                tell(f"batch {batch}: timing")
+                result.seconds[batch] = measure(runs | {OURS: fast}, x)
+        if data is not None:
+            result.answers = compare(trained.model, fast, data, images, tell)
+    return result
+
+
+def measure(runs: Mapping[str, Run], x: Tensor, seconds: float = 1.0, rounds: int = 3) -> dict[str, float]:
+    """The least time of a call by contender, who take turns so that a busy moment hits them all.
+
+    Args:
+        runs: what to time, by name.
+        x: its input.
+        seconds: go on for about so long a contender.
+        rounds: and for so many turns at least, of three timed calls each.
+
+    Example:
+        >>> times = measure({"sum": torch.sum, "sort": torch.sort}, torch.rand(100_000), seconds=0.05)
+        >>> times["sum"] < times["sort"]
+        True
+    """
+    least = dict.fromkeys(runs, float("inf"))
+    begin, turn = time.perf_counter(), 0
+    while turn < rounds or time.perf_counter() - begin < seconds * len(runs):
+        for name, run in runs.items():
+            time.sleep(0.02)  # for another library's threads to stop spinning
+            run(x)
+            for _ in range(3):
+                start = time.perf_counter()
+                run(x)
+                least[name] = min(least[name], time.perf_counter() - start)
+        turn += 1
+    return least
+
+
+@torch.inference_mode()
+def compare(model: nn.Module, fast: nn.Module, data: Data, images: int, tell: Tell) -> Answers:
+    """Both models' answers on a data set's first test images."""
+    seen = before = after = same = 0
+    gap, total = 0.0, min(images, data.test_size)
+    for x, y in data.test():
+        x, y = x[: total - seen], y[: total - seen]
+        if not len(y):
+            break
+        dense, ours = model(x), fast(x)
+        a, b = dense.argmax(1), ours.argmax(1)
+        before, after, same = before + int((a == y).sum()), after + int((b == y).sum()), same + int((a == b).sum())
+        gap, seen = max(gap, float((dense - ours).abs().max())), seen + len(y)
+        tell(f"comparing answers: {seen:,} of {total:,} images")
+    return Answers(seen, data.test_size, before / seen, after / seen, same, gap)
+
+
+@contextmanager
+def _rivals(model: nn.Module, x: Tensor, names: Sequence[str], folder: Path, tell: Tell) -> Iterator[dict[str, Run]]:
+    runs: dict[str, Run] = {EAGER: model}
+    if COMPILED in names:
+        tell(f"batch {len(x)}: torch.compile")
+        runs[COMPILED] = torch.compile(model)
+        try:
+            runs[COMPILED](x)
+        except Exception as error:  # no compiler, for one
+            raise ValueError(f"--compile: torch.compile fails here: {' '.join(str(error).split())[:300]}") from None
+    if ONNX in names or OPENVINO in names:
+        tell(f"batch {len(x)}: writing ONNX")
+        with torch.inference_mode(False):
+            file = write_onnx(model, folder / "model.onnx", x, dynamic_batch=False)
+        if ONNX in names:
+            runs[ONNX] = onnx_runtime(file)
+        if OPENVINO in names:
+            runs[OPENVINO] = _openvino(file)
+    yield runs
+    if COMPILED in names:
+        torch.compiler.reset()
+
+
+def write_onnx(model: nn.Module, path: Path, x: Tensor, dynamic_batch: bool = True) -> Path:
+    """`export_onnx` without the exporter's warnings about torch itself, which a user can do nothing about."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return export_onnx(model, path, x, dynamic_batch=dynamic_batch)
+
+
+def onnx_runtime(path: Path) -> Callable[[Tensor], Tensor]:
+    """A file in ONNX Runtime, as a function."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+
+
+def _openvino(path: Path) -> Callable[[Tensor], Tensor]:
+    import openvino
+
+    settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+    settings["INFERENCE_NUM_THREADS"] = torch.get_num_threads()
+    request = openvino.Core().compile_model(str(path), "CPU", settings).create_infer_request()
+    return lambda x: torch.from_numpy(request.infer([x.numpy()])[0])

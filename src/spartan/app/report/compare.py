@@ -1,0 +1,276 @@
+"""Runs side by side: means over seeds as a table, CSV, Markdown and a plot of accuracy against sparsity."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spartan.app.train.runs import Run, asked_sparsity, data_name, identity, settings
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vP*X"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Finished runs that differ in their seed only."""
+
+    data: str
+    model: str
+    method: str
+    sparsity: float
+    # keys, beyond the above, in which this row differs from others of the same data and model
+    extra: Mapping[str, Any]
+    runs: tuple[Run, ...]
+    # earlier runs of a seed that is among `runs`: no further sample, so no part of the means
+    repeated: tuple[Run, ...] = ()
+
+    def values(self, key: str) -> list[float]:
+        """One figure of each run's summary, by seed; nan where a run has none."""
+        found = [(run.summary or {}).get(key) for run in self.runs]
+        return [math.nan if value is None else float(value) for value in found]
+
+    def mean(self, key: str) -> float:
+        """The mean over seeds."""
+        return statistics.fmean(self.values(key))
+
+    def std(self, key: str) -> float:
+        """The sample standard deviation over seeds (n − 1); nan for a single one."""
+        values = self.values(key)
+        return statistics.stdev(values) if len(values) > 1 else math.nan
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the sparse model as a fraction of the dense one's."""
+        dense = self.mean("flops_dense")
+        return self.mean("flops_sparse") / dense if dense else math.nan
+
+    @property
+    def setting(self) -> str:
+        """`extra` as text."""
+        return " ".join(f"{key}={_short(value)}" for key, value in self.extra.items())
+
+
+def rows_of(runs: Sequence[Run]) -> list[Row]:
+    """The finished runs, grouped by everything but the seed."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.finished:
+            groups.setdefault(identity(run.config, seed=False), []).append(run)
+    rows = []
+    for members in groups.values():
+        config = members[0].config
+        chosen, repeated = _one_per_seed(members)
+        peers = [g[0].config for g in groups.values()]
+        here = (data_name(config), config.model)
+        others = [settings(peer) for peer in peers if (data_name(peer), peer.model) == here]
+        own = settings(config)
+        extra = {
+            key: value
+            for key, value in own.items()
+            if key not in ("method", "sparsity") and any(other[key] != value for other in others)
+        }
+        rows.append(Row(*here, config.method, asked_sparsity(config), extra, chosen, repeated))
+    return sorted(rows, key=lambda r: (r.data, r.model, r.sparsity, r.setting, r.method))
+
+
+def _one_per_seed(runs: Sequence[Run]) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """The newest run of each seed, and the others."""
+    by_age = sorted(runs, key=lambda run: ((run.folder / "summary.json").stat().st_mtime, str(run.folder)))
+    newest = {run.seed: run for run in by_age}
+    chosen = tuple(newest[seed] for seed in sorted(newest))
+    return chosen, tuple(run for run in by_age if newest[run.seed] is not run)
+
+
+def unfinished(runs: Sequence[Run]) -> list[str]:
+    """A line for each run that did not come to its end."""
+    return [
+        f"{run.folder}: unfinished, epoch {run.epochs[-1]['epoch'] if run.epochs else 0} of {run.config.epochs}; "
+        f"spartan train --resume {run.folder}"
+        for run in runs
+        if not run.finished
+    ]
+
+
+def print_comparison(runs: Sequence[Run]) -> None:
+    """The table of the finished runs, and a line for each run that is not part of it."""
+    rows = rows_of(runs)
+    if rows:
+        print_table(*table(rows))
+    for run in (run for row in rows for run in row.repeated):
+        print(f"{run.folder}: left out, a newer run repeats its seed {run.seed}")
+    for line in unfinished(runs):
+        print(line)
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells for people."""
+    extra = any(row.extra for row in rows)
+    header = ["data", "model", "method", "sparsity", *(["setting"] if extra else [])]
+    header += ["n", "top-1 %", "by seed", "achieved", "FLOPs", "nonzero", "size", "seconds"]
+    return header, [_cells(row, extra) for row in rows]
+
+
+def _cells(row: Row, extra: bool) -> list[str]:
+    by_seed = " ".join(f"{run.seed}:{100 * v:.2f}" for run, v in zip(row.runs, row.values("top1"), strict=True))
+    return [
+        row.data,
+        row.model,
+        row.method,
+        f"{row.sparsity:g}",
+        *([row.setting or "-"] if extra else []),
+        str(len(row.runs)),
+        f"{100 * row.mean('top1'):.2f}" + (f" ± {100 * row.std('top1'):.2f}" if len(row.runs) > 1 else ""),
+        by_seed,
+        _percent(row.mean("achieved_sparsity")),
+        _percent(row.flops),
+        _count(row.mean("nonzero")),
+        _size(row),
+        f"{row.mean('seconds'):.1f}",
+    ]
+
+
+def to_markdown(rows: Sequence[Row]) -> str:
+    """The table for people, as Markdown."""
+    header, cells = table(rows)
+    lines = [header, ["---"] * len(header), *cells]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """One line a run, unrounded: what a spreadsheet or a notebook wants."""
+    keys = ["top1", "top5", "test_loss", "train_loss", "epochs", "achieved_sparsity", "flops_dense", "flops_sparse"]
+    keys += ["nonzero", "parameters", "model_parameters", "model_bytes", "dense_bytes", "seconds", "images_per_s"]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["run", "data", "model", "method", "sparsity", "setting", "seed", *keys])
+    for row in rows:
+        for run in row.runs:
+            figures = [(run.summary or {}).get(key) for key in keys]
+            about = [row.data, row.model, row.method, row.sparsity, row.setting]
+            writer.writerow([run.folder, *about, run.seed, *figures])
+    return text.getvalue()
+
+
+def is_plain() -> bool:
+    """Whether output goes to a file, a pipe or a CI log rather than to a person."""
+    return not sys.stdout.isatty() or os.environ.get("CI", "").lower() not in ("", "0", "false")
+
+
+def print_table(header: Sequence[str], cells: Sequence[Sequence[str]], title: str = "") -> None:
+    """A rich table on a terminal; aligned lines, never cut or wrapped, anywhere else."""
+    if is_plain():
+        sys.stdout.write("\n".join(_aligned([list(header), *map(list, cells)])) + "\n")
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left")
+    for column in header:
+        shown.add_column(column, overflow="fold")
+    for line in cells:
+        shown.add_row(*(Text(cell) for cell in line))
+    Console().print(shown)
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    for line in lines:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{_short(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_short, value)) + "]"
+    return f"{value:g}" if isinstance(value, float) else "null" if value is None else str(value)
+
+
+def _percent(fraction: float) -> str:
+    return "-" if math.isnan(fraction) else f"{100 * fraction:.2f}%"
+
+
+def _count(number: float) -> str:
+    return "-" if math.isnan(number) else f"{number:,.0f}"
+
+
+def _size(row: Row) -> str:
+    """The file as it is, packed, and what its tensors take when they are stored dense."""
+    packed, dense = row.mean("model_bytes"), row.mean("dense_bytes")
+    return _bytes(packed) if math.isnan(dense) else f"{_bytes(packed)} of {_bytes(dense)}"
+
+
+def _bytes(number: float) -> str:
+    if math.isnan(number):
+        return "-"
+    for unit in ("B", "KB", "MB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} GB"
+
+
+# ---------------------------------------------------------------------- plot
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Top-1 against sparsity: a panel per data set and model, a line per method, seeds as dots, dense as a level."""
+    try:
+        from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
+    except ModuleNotFoundError:
+        raise ValueError("--plot needs matplotlib: pip install 'spartan-sparsity[plot]'") from None
+    panels = sorted({(row.data, row.model) for row in rows})
+    figure = Figure(figsize=(5.2 * len(panels) + 1.5, 4.2), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        lines: dict[str, list[Row]] = {}
+        for row in rows:
+            if (row.data, row.model) == panel:
+                lines.setdefault(f"{row.method} {row.setting}".strip(), []).append(row)
+        for index, (label, members) in enumerate(lines.items()):
+            style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+            _draw_line(axes, label, members, style)
+        axes.set(title=f"{panel[1]} on {panel[0]}", xlabel="sparsity", ylabel="top-1 %")
+        _sparsity_axis(axes, sorted({r.sparsity for members in lines.values() for r in members if r.sparsity}))
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize="small")
+    try:
+        figure.savefig(path, dpi=160)
+    except ValueError as error:
+        raise ValueError(f"--plot {path}: {error}") from None
+
+
+def _draw_line(axes: Any, label: str, members: Sequence[Row], style: dict[str, str]) -> None:
+    if all(row.sparsity == 0 for row in members):
+        axes.axhline(100 * members[0].mean("top1"), linestyle="--", color="0.45", label=label)
+        return
+    members = sorted((row for row in members if row.sparsity), key=lambda row: row.sparsity)
+    x = [1 - row.sparsity for row in members]
+    spread = [0.0 if math.isnan(row.std("top1")) else 100 * row.std("top1") for row in members]
+    axes.errorbar(x, [100 * row.mean("top1") for row in members], spread, label=label, capsize=3, **style)
+    for at, row in zip(x, members, strict=True):
+        axes.scatter([at] * len(row.runs), [100 * v for v in row.values("top1")], s=10, alpha=0.4, color=style["color"])
+
+
+def _sparsity_axis(axes: Any, sparsities: Sequence[float]) -> None:
+    """Density on a log scale, labelled as sparsity: 90, 95 and 98% lie about evenly apart."""
+    if not sparsities:
+        axes.set_xticks([])
+        return
+    axes.set_xscale("log")
+    axes.invert_xaxis()
+    axes.set_xticks([1 - s for s in sparsities], [f"{100 * s:g}%" for s in sparsities])
+    axes.minorticks_off()

@@ -1,0 +1,94 @@
+"""One self-contained HTML page: styles, code and data are inside it, nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from spartan.app.report.reading import read_run
+from spartan.app.report.series import plain
+from spartan.app.report.several import comparison_page
+from spartan.app.report.single import run_page
+from spartan.app.report.words import escape
+from spartan.app.train.runs import find_runs, is_run
+
+# Nothing outside the page may be loaded, whatever a recipe or a layer's name says.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+
+# First of all scripts: what goes wrong is written where a person, or a test, can see it.
+_WATCH = """
+(() => {
+  const root = document.documentElement, errors = [];
+  const note = text => { errors.push(String(text)); root.dataset.errors = JSON.stringify(errors); };
+  root.dataset.errors = "[]";
+  addEventListener("error", e => note(e.message));
+  addEventListener("unhandledrejection", e => note(e.reason));
+  addEventListener("securitypolicyviolation", e => note("blocked " + e.blockedURI));
+  const say = console.error;
+  console.error = (...words) => { note(words.join(" ")); say(...words); };
+  try { const theme = localStorage.getItem("theme"); if (theme) root.dataset.theme = theme; } catch { /* not allowed */ }
+})();
+"""
+
+
+def write_report(run: Path, out: Path | None = None) -> Path:
+    """Write the page of a run, or of a folder that holds several; returns where it is (report.html inside by default)."""
+    out = run / "report.html" if out is None else out
+    if is_run(run):
+        found = read_run(run)
+        title, (body, charts) = found.name, run_page(found)
+    else:
+        title, (body, charts) = run.resolve().name, comparison_page(run, find_runs([run]), out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # A page that is open in a browser, or read by another process, is never half a page.
+    draft = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    draft.write_text(_page(title, body, {"charts": charts}), encoding="utf-8")
+    draft.replace(out)
+    return out
+
+
+def to_script(data: Any) -> str:
+    """JSON that can stand inside a <script> element, whatever texts it holds."""
+    text = json.dumps(plain(data), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _asset(name: str) -> str:
+    return (resources.files("spartan.app.report") / "assets" / name).read_text("utf-8")
+
+
+def _page(title: str, body: str, data: dict[str, Any]) -> str:
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escape(title)} · Spartan</title>
+<link rel="icon" href="data:,">
+<script>{_WATCH}</script>
+<style>
+{_asset("report.css")}</style>
+</head>
+<body>
+<main>
+<button type="button" id="theme" aria-label="Switch between light and dark">◐</button>
+{body}
+<noscript><p class="notice">The charts need JavaScript; the tables do not.</p></noscript>
+<footer class="note">Charts: hover or use the arrow keys for values; drag, pinch, or click and scroll to zoom;
+double-click or Esc to reset; click a name in the legend to hide it.</footer>
+</main>
+<script type="application/json" id="data">{to_script(data)}</script>
+<script>
+{_asset("scales.js")}
+{_asset("charts.js")}
+{_asset("report.js")}</script>
+</body>
+</html>
+"""

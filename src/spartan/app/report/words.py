@@ -1,0 +1,100 @@
+"""Numbers as people read them, and small pieces of HTML."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+from spartan.app.report.reading import number
+
+NONE = "–"
+
+
+def escape(value: Any) -> str:
+    """Text that is safe in HTML, in attributes too."""
+    return html.escape(str(value), quote=True)
+
+
+def percent(value: Any, digits: int = 2) -> str:
+    """0.9234 is 92.34%."""
+    found = number(value)
+    return NONE if found is None else f"{100 * found:.{digits}f}%"
+
+
+def count(value: Any) -> str:
+    """1,234,567."""
+    found = number(value)
+    return NONE if found is None else f"{round(found):,}"
+
+
+def short(value: Any) -> str:
+    """1.23 M, 41.1 M, 3.6 G."""
+    found = number(value)
+    if found is None:
+        return NONE
+    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if abs(found) >= size:
+            return f"{found / size:.3g}{unit}"
+    return f"{found:.3g}"
+
+
+def size(value: Any) -> str:
+    """Bytes with a unit."""
+    found = number(value)
+    if found is None:
+        return NONE
+    for step, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if found >= step:
+            return f"{found / step:.2f} {unit}"
+    return f"{found:.0f} bytes"
+
+
+def duration(value: Any) -> str:
+    """Seconds as hours and minutes."""
+    found = number(value)
+    if found is None:
+        return NONE
+    if found < 60:
+        return f"{found:.1f} s"
+    minutes, seconds = divmod(round(found), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
+
+
+def ratio(part: Any, whole: Any) -> float | None:
+    """part / whole where both are known."""
+    a, b = number(part), number(whole)
+    return None if a is None or not b else a / b
+
+
+def card(label: str, value: str, note: str = "", main: bool = False) -> str:
+    """One figure."""
+    kind = "card figure main" if main else "card figure"
+    small = f'<p class="note">{escape(note)}</p>' if note else ""
+    return f'<div class="{kind}"><p class="label">{escape(label)}</p><p class="value">{escape(value)}</p>{small}</div>'
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str, text: int = 1) -> str:
+    """A sortable table whose first `text` columns are words and the others numbers."""
+    head = "".join(
+        f'<th scope="col" aria-sort="none"{"" if i < text else num}><button type="button">{escape(c)}</button></th>'
+        for i, c in enumerate(columns)
+    )
+    body = "".join("<tr>" + "".join(_cell(c, i >= text) for i, c in enumerate(row)) + "</tr>" for row in rows)
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="sortable">'
+        f'<caption class="hidden">{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody>'
+        "</table></div>"
+    )
+
+
+num = ' class="num"'
+# What is shown and what it sorts by; or HTML of its own with its sort key.
+Cell = tuple[str, Any] | tuple[str, Any, str]
+
+
+def _cell(cell: Cell, right: bool) -> str:
+    key = "" if cell[1] is None else escape(cell[1])
+    inner = cell[2] if len(cell) == 3 else escape(cell[0])
+    return f'<td data-key="{key}"{num if right else ""}>{inner}</td>'

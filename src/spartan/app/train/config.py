@@ -1,0 +1,341 @@
+"""Recipes: YAML with a typed schema. Every mistake names its key and, where there is one, the key that was meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+# Patterns by name; blocks are a pair of numbers.
+PATTERN = r"unstructured|channel(:(in|out))?|nm:\d+:\d+"
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run; the text says which key, what was given and what is accepted."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where images come from, and what happens to them."""
+
+    # digits, npz, torchvision/NAME, imagefolder, webdataset, or module:function
+    source: str = "digits"
+    # the .npz file, the folder (with train/ and val/), the shards' folder or pattern, or torchvision's root
+    path: str | None = None
+    # fetch torchvision data sets that are not there yet
+    download: bool = False
+    # side length that large images are cropped to; small-image sets keep their own
+    image_size: int = 224
+    # webdataset: how many samples the shards hold, and how many classes
+    train_size: int | None = None
+    test_size: int | None = None
+    classes: int | None = None
+    # augmentation of small images, done in batch on the device
+    pad: int = 0
+    flip: bool = False
+    cutout: int = 0
+    # augmentation of large images: (operations, magnitude) of RandAugment
+    randaugment: tuple[int, int] | None = None
+    # processes that decode and augment large images; with several training processes, so many for each
+    workers: int = 8
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its learning rate over the run: linear warm-up, then cosine."""
+
+    name: Literal["sgd", "adamw", "adam"] = "sgd"
+    lr: float = 0.1
+    # where the cosine ends
+    final_lr: float = 0.0
+    # epochs of linear warm-up; a fraction is fine
+    warmup_epochs: float = 0.0
+    momentum: float = 0.9
+    nesterov: bool = True
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    # on weights only; biases and norms have none
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """One training run, complete. `spartan train RECIPE --show` prints it."""
+
+    description: str = ""
+    seed: int = 0
+    epochs: int = 10
+    # sparsity
+    sparsity: float = 0.9
+    method: str = "spartan"
+    # arguments of the method; for spartan e.g. {beta: [1, 10]} or {solver: sinkhorn, init: threshold}
+    method_args: dict[str, Any] = field(default_factory=dict)
+    # unstructured, [h, w] for blocks, channel, channel:in, or nm:N:M (nm:2:4)
+    pattern: str | tuple[int, int] = "unstructured"
+    # params, or flops
+    cost: Literal["params", "flops"] = "params"
+    # with flops: v = c^p |θ|
+    value_power: float = 1.0
+    # global, uniform, erk, {glob: sparsity}; null: the method's own
+    budget: str | dict[str, float] | None = None
+    include: list[str] | None = None
+    exclude: list[str] = field(default_factory=list)
+    # fractions of the run; null: the method's own
+    warmup: float | None = None
+    finetune: float | None = None
+    # what sparsity is a fraction of: targets, or model
+    count: Literal["targets", "model"] = "targets"
+    # digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, torchvision/NAME, timm/NAME, or module:function
+    model: str = "digits-cnn"
+    model_args: dict[str, Any] = field(default_factory=dict)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    # images per optimizer step, over all devices
+    batch_size: int = 128
+    # images per forward pass of one process; null: all it has. Gradients are accumulated over the rest
+    micro_batch: int | None = None
+    label_smoothing: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    # gradient norm is clipped to this; null: not at all
+    clip: float | None = None
+    # none, bf16, fp16
+    amp: Literal["none", "bf16", "fp16"] = "none"
+    # compile the model; on a GPU, elsewhere it runs eagerly
+    compile: bool = False
+    channels_last: bool = False
+    # several processes (torchrun): ddp, each holds the whole model; fsdp2, each holds a part of every weight
+    parallel: Literal["ddp", "fsdp2"] = "ddp"
+    # several processes: batch norm over the whole batch rather than each process's part; on GPUs
+    sync_bn: bool = False
+    # auto (cuda where there is one), cpu, cuda
+    device: str = "auto"
+    # epochs between checkpoints, and steps between them (0: epochs only)
+    checkpoint_epochs: int = 1
+    checkpoint_steps: int = 0
+    # fsdp2: training goes on while a checkpoint is written
+    checkpoint_async: bool = False
+
+    def __post_init__(self) -> None:
+        _check_ranges(self)
+
+
+def _check_ranges(c: Config) -> None:
+    """What types alone do not say."""
+    at_least_one = {"epochs": c.epochs, "batch_size": c.batch_size, "checkpoint_epochs": c.checkpoint_epochs}
+    at_least_one |= {"data.image_size": c.data.image_size}
+    at_least_zero: dict[str, float] = {"label_smoothing": c.label_smoothing, "mixup": c.mixup, "cutmix": c.cutmix}
+    at_least_zero |= {"seed": c.seed}
+    at_least_zero |= {"data.pad": c.data.pad, "data.cutout": c.data.cutout, "data.workers": c.data.workers}
+    at_least_zero |= {"optimizer.weight_decay": c.optimizer.weight_decay, "optimizer.final_lr": c.optimizer.final_lr}
+    at_least_zero |= {"optimizer.warmup_epochs": c.optimizer.warmup_epochs, "checkpoint_steps": c.checkpoint_steps}
+    for key, count in at_least_one.items():
+        if count < 1:
+            raise RecipeError(f"{key}: {count} is too small; it must be at least 1")
+    for key, value in at_least_zero.items():
+        if not value >= 0:
+            raise RecipeError(f"{key}: {value} is negative; it must be at least 0")
+    if not 0 <= c.sparsity < 1:
+        raise RecipeError(f"sparsity: {c.sparsity} is outside [0, 1): it is the fraction that is gone, such as 0.95")
+    if isinstance(c.pattern, str) and not re.fullmatch(PATTERN, c.pattern):
+        raise RecipeError(
+            f"pattern: {c.pattern!r} is not accepted; accepted: unstructured, [h, w], channel, channel:in, nm:N:M"
+        )
+    if not (c.optimizer.lr > 0 and math.isfinite(c.optimizer.lr)):
+        raise RecipeError(f"optimizer.lr: {c.optimizer.lr} is no learning rate; it must be positive")
+    if c.label_smoothing >= 1:
+        raise RecipeError(f"label_smoothing: {c.label_smoothing} must be below 1")
+    if c.clip is not None and not c.clip > 0:
+        raise RecipeError(f"clip: {c.clip} is no gradient norm; it must be positive, or null for none")
+    if c.checkpoint_async and c.parallel != "fsdp2":
+        raise RecipeError(f"checkpoint_async: it needs parallel: fsdp2, not {c.parallel}; set it to false")
+    if c.micro_batch is not None and (c.micro_batch < 1 or c.batch_size % c.micro_batch):
+        raise RecipeError(f"micro_batch: {c.micro_batch} must divide batch_size {c.batch_size}")
+
+
+# ---------------------------------------------------------------------- from YAML to Config
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without its numbers to the base 60: 2:4 is text, not 124."""
+
+
+def _decimal(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    text = loader.construct_scalar(node)
+    return text if ":" in text else yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+
+
+for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    _Loader.add_constructor(_tag, _decimal)
+
+
+def recipe_names() -> list[str]:
+    """The built-in recipes."""
+    folder = resources.files("spartan.app") / "recipes"
+    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+
+
+def load_recipe(recipe: str | Path, sets: Sequence[str] = ()) -> Config:
+    """A built-in recipe by name, or a YAML file, with `key=value` settings on top (dots reach into sections)."""
+    text, origin = _read(recipe)
+    try:
+        values = yaml.load(text, _Loader) or {}
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{origin} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise RecipeError(f"{origin} must be a table of keys and values, not {type(values).__name__}")
+    for setting in sets:
+        _apply(values, setting)
+    return from_dict(values)
+
+
+def _read(recipe: str | Path) -> tuple[str, str]:
+    if str(recipe) in recipe_names():
+        return (resources.files("spartan.app") / "recipes" / f"{recipe}.yaml").read_text("utf-8"), f"recipe {recipe}"
+    path = Path(recipe)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise RecipeError(f"recipe: there is no file {path}")
+        return path.read_text("utf-8"), str(path)
+    hint = nearest(str(recipe), recipe_names())
+    raise RecipeError(f"recipe: {recipe!r} is unknown{hint}; `spartan recipes` lists them, a path must end in .yaml")
+
+
+def _apply(values: dict[str, Any], setting: str) -> None:
+    key, equals, text = setting.partition("=")
+    if not equals or not key:
+        raise RecipeError(f"--set {setting!r}: write key=value, such as --set epochs=20 or --set optimizer.lr=0.05")
+    *sections, last = key.strip().split(".")
+    for section in sections:
+        inner = values.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise RecipeError(f"{key}: {section} is a value, not a section")
+        values = inner
+    try:
+        values[last] = _number_or(yaml.load(text, _Loader))
+    except yaml.YAMLError:
+        raise RecipeError(f"--set {setting!r}: {text!r} cannot be read as a value") from None
+
+
+def _number_or(value: Any) -> Any:
+    """YAML 1.1 reads 1e-4 as text; people mean the number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def from_dict(values: Mapping[str, Any]) -> Config:
+    """A checked Config."""
+    return typing.cast(Config, _build(Config, values, ""))
+
+
+def _build(cls: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]
+    for key in values:
+        if key not in known:
+            raise RecipeError(f"{prefix}{key}: there is no such key{nearest(str(key), known)}")
+    return cls(**{key: _convert(hints[key], value, prefix + key) for key, value in values.items()})
+
+
+def _convert(hint: Any, value: Any, key: str) -> Any:
+    """The value as its type says, or an error."""
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise RecipeError(f"{key}: {value!r} must be a section with keys of its own")
+        return _build(typing.cast(type[Any], hint), value, key + ".")
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return _convert_union(args, value, key, hint)
+    if origin is Literal:
+        if value not in args:
+            raise RecipeError(f"{key}: {value!r} is not accepted{nearest(str(value), args)}; accepted: {_list(args)}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)) or len(value) != len(args):
+            raise RecipeError(f"{key}: {value!r} must be a list of {len(args)} values")
+        return tuple(_convert(a, v, f"{key}[{i}]") for i, (a, v) in enumerate(zip(args, value, strict=True)))
+    if origin is list:
+        if not isinstance(value, list):
+            raise RecipeError(f"{key}: {value!r} must be a list")
+        return [_convert(args[0], v, f"{key}[{i}]") for i, v in enumerate(value)]
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise RecipeError(f"{key}: {value!r} must be a table of keys and values")
+        return {str(k): v if args[1] is Any else _convert(args[1], v, f"{key}.{k}") for k, v in value.items()}
+    return _convert_scalar(hint, _number_or(value) if hint in (int, float) else value, key)
+
+
+def _convert_union(args: tuple[Any, ...], value: Any, key: str, hint: Any) -> Any:
+    if value is None and type(None) in args:
+        return None
+    for arg in args:
+        if arg is not type(None):
+            try:
+                return _convert(arg, value, key)
+            except RecipeError as error:
+                last = error
+    choices = [a for a in args if a is not type(None)]
+    raise last if len(choices) == 1 else RecipeError(f"{key}: {value!r} is not accepted; accepted: {_type_name(hint)}")
+
+
+def _convert_scalar(hint: type, value: Any, key: str) -> Any:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is float and number:
+        return float(value)
+    if hint is int and number and float(value).is_integer():
+        return int(value)
+    if hint in (str, bool) and isinstance(value, hint):
+        return value
+    raise RecipeError(f"{key}: {value!r} is {type(value).__name__}; {_type_name(hint)} is needed")
+
+
+def _type_name(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    if hint in names:
+        return names[hint]
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return _list(args)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return ", ".join(_type_name(a) for a in args)
+    return {list: "a list", tuple: "a list", dict: "a table"}.get(typing.get_origin(hint) or hint, str(hint))
+
+
+def _list(values: Sequence[Any]) -> str:
+    return ", ".join(str(v) for v in values)
+
+
+def nearest(word: str, words: Sequence[Any]) -> str:
+    """A hint for a misspelt word, or nothing."""
+    near = difflib.get_close_matches(word, [str(w) for w in words], n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def reason(error: BaseException) -> str:
+    """An exception in one line."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved recipe, every key included; `load_recipe` reads it back to the same Config."""
+    return yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True, width=110)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,116 @@
+"""Where images come from: the interface of every source, and the choice among them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spartan.app.train.config import Config, RecipeError, nearest
+from spartan.app.train.processes import Processes, micro_batch
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Data(ABC):
+    """Training and test images in micro-batches on the device: float32 NCHW, normalised, and int64 labels.
+
+    Everything random is a pure function of (seed, epoch, index): `train(epoch, start=n)` yields exactly what an
+    uninterrupted `train(epoch)` yields from its n-th micro-batch on, whatever the number of workers. Of W processes, each
+    takes every W-th micro-batch of the one global order, and every W-th test image.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        us: Processes,
+        classes: int,
+        shape: tuple[int, int, int],
+        train: int,
+        test: int,
+    ) -> None:
+        self.config, self.device, self.us = config, device, us
+        self.classes, self.shape, self.train_size, self.test_size = classes, shape, train, test
+        self.micro = micro_batch(config, us.world)
+        for part, size in (("training", train), ("test", test)):
+            if not size:
+                raise RecipeError(f"data.source: {config.data.source} has no {part} images")
+        if config.batch_size > train:
+            raise RecipeError(f"batch_size: {config.batch_size} is larger than the training set of {train:,} images")
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches in an epoch, of all processes together; an incomplete last batch is dropped."""
+        return self.train_size // self.config.batch_size * (self.config.batch_size // self.micro)
+
+    @property
+    def test_batches(self) -> int:
+        """Batches in `test()` of the process that has the most images."""
+        most = -(-self.test_size // self.us.world)
+        return -(-most // self.test_micro)
+
+    @property
+    @abstractmethod
+    def test_micro(self) -> int:
+        """Test images per forward pass of one process."""
+
+    @abstractmethod
+    def train(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """This process's micro-batches of an epoch, from its number `start` on."""
+
+    @abstractmethod
+    def test(self) -> Iterator[Batch]:
+        """Every test image of this process's share, once."""
+
+
+def build_data(config: Config, device: torch.device, us: Processes = Processes()) -> Data:  # noqa: B008
+    """The data that `config.data` describes, for one of these processes."""
+    from spartan.app.train import image_tables, large_images, small_images
+
+    source = config.data.source
+    if source in image_tables.TABLES:
+        return large_images.LargeImages(config, device, us)
+    if source in small_images.READERS or source.startswith("torchvision/") or ":" in source:
+        return small_images.SmallImages(config, device, us)
+    named = [f"torchvision/{name}" for name in small_images.TORCHVISION]
+    known = [*small_images.READERS, *image_tables.TABLES, *named]
+    raise RecipeError(
+        f"data.source: {source!r} is unknown{nearest(source, known)}; accepted: {', '.join(known)}, module:function"
+    )
+
+
+def seed_of(*parts: int) -> int:
+    """A seed for a generator, well mixed: neighbouring epochs or indices give unrelated ones."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def source_path(config: Config) -> Path:
+    """`data.path`, which the source cannot do without."""
+    if not config.data.path:
+        raise RecipeError(f"data.path: not set; {config.data.source} needs it (--set data.path=...)")
+    return Path(config.data.path).expanduser()
+
+
+def load_function(key: str, spec: str) -> Callable[..., Any]:
+    """The function that `module:function` names; modules in the current directory are found too."""
+    module_name, _, name = spec.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the user's code, which may fail in any way
+        raise RecipeError(f"{key}: cannot import {module_name!r} ({type(error).__name__}: {error})") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        public = [n for n in vars(module) if not n.startswith("_")]
+        raise RecipeError(f"{key}: {module_name!r} has no function {name!r}{nearest(name, public)}")
+    return function

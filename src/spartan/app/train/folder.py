@@ -1,0 +1,156 @@
+"""The run folder: what is written when a run begins and when it ends."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import spartan
+from spartan.app.train.checkpoint import write_atomically
+from spartan.app.train.config import Config, RecipeError, load_recipe, to_yaml
+from spartan.app.train.processes import current
+
+if TYPE_CHECKING:
+    from spartan.app.train.loop import Trainer
+
+
+def create(out: Path, config: Config, device: torch.device, command: list[str]) -> None:
+    """Make the folder with its recipe and environment, whole or not at all."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_name(f".{out.name}.{os.getpid()}")
+    aside.mkdir()
+    try:
+        write_atomically(aside / "recipe.yaml", to_yaml(config).encode())
+        write_atomically(aside / "environment.json", json.dumps(environment(device, command), indent=1).encode())
+        (aside / "checkpoints").mkdir()
+        if out.exists():
+            out.rmdir()  # empty, as was checked
+        aside.rename(out)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Keep a second process out of a run folder; the lock dies with the process that holds it."""
+    if os.name != "posix":
+        yield
+        return
+    import fcntl
+
+    with (out / ".lock").open("w") as file:
+        try:
+            # Not flock, which data-loading workers would inherit and hold on to after their parent was killed.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RecipeError(f"{out} is being trained by another process; wait for it, or stop it first") from None
+        yield
+
+
+def recipe_of(out: Path, sets: Sequence[str] = ()) -> Config:
+    """The recipe a run was started with, and settings that say where and how it is done from now on."""
+    path = out / "recipe.yaml"
+    if not path.is_file():
+        raise RecipeError(f"{out} is not a run folder: it has no recipe.yaml")
+    return load_recipe(path, sets)
+
+
+def environment(device: torch.device, command: list[str]) -> dict[str, Any]:
+    """Versions, commit and machine kind."""
+    versions = {"spartan": spartan.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    for name in ("torchvision", "timm", "numpy"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "command": command,
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
+        "host_cores": os.cpu_count(),
+        "processes": current().world,
+        "versions": versions,
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the library's checkout, if it runs from one."""
+    here = Path(__file__).parent
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() if found.returncode == 0 else None
+
+
+def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any]:
+    """The final model, the masks and, last of all, the summary: a run with a summary is finished."""
+    import numpy as np
+
+    sparsifier = trainer.sparsifier  # every process ends its own and gives what it holds of the model; the first writes
+    layers = [vars(layer) | {"shape": list(layer.shape)} for layer in sparsifier.layers()]
+    sparsifier.finalize()
+    sparsifier.detach()
+    model = trainer.spread.whole_model(trainer.build_model)
+    if model is None:
+        return {}
+    packed_bytes = _save_model(out / "model.safetensors", model, trainer)
+    if trainer.masks:
+        bits = np.stack([np.packbits(m.numpy()) for m in trainer.masks])
+        with (out / "masks.npz").open("wb") as file:
+            np.savez_compressed(file, bits=bits, n=trainer.masks[0].numel())
+    counted = sum(layer["parameters"] for layer in layers)
+    nonzero = sum(layer["kept"] for layer in layers)
+    parameters = sum(p.numel() for p in model.parameters())
+    everything = parameters if trainer.config.count == "model" else counted
+    device = next(model.parameters()).device
+    count = spartan.flops(model, torch.zeros(1, *trainer.data.shape, device=device))
+    summary = {
+        "method": trainer.config.method,
+        "sparsity": trainer.config.sparsity,
+        "seed": trainer.config.seed,
+        "top1": record["top1"],
+        "top5": record["top5"],
+        "test_loss": record["test_loss"],
+        "train_loss": record["train_loss"],
+        "epochs": trainer.config.epochs,
+        "steps": trainer.step,
+        "seconds": record["seconds"],
+        "images_per_s": record["images_per_s"],
+        "achieved_sparsity": (counted - nonzero) / everything,
+        "density": record["density"],
+        "nonzero": nonzero,
+        "parameters": everything,
+        "model_parameters": parameters,
+        "flops_dense": count.dense,
+        "flops_sparse": count.sparse,
+        "model_bytes": packed_bytes,
+        "dense_bytes": sum(t.nbytes for t in model.state_dict().values()),
+        "layers": layers,
+    }
+    write_atomically(out / "summary.json", json.dumps(summary, indent=1).encode())
+    return summary
+
+
+def _save_model(path: Path, model: nn.Module, trainer: Trainer) -> int:
+    """The model, packed, with what it takes to build it again; the size of the file."""
+    config, data = trainer.config, trainer.data
+    reference = {"model": config.model, "classes": data.classes, "shape": list(data.shape), "args": config.model_args}
+    try:
+        return spartan.save(model, path, architecture=reference)
+    except ValueError:  # a model that its own name does not lead to again must not cost a whole run
+        return spartan.save(model, path)

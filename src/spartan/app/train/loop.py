@@ -1,0 +1,355 @@
+"""The training loop: a recipe in, a run folder out. Killed at any moment and resumed, it ends with the same weights.
+
+One process or many run the same lines: alone, a process is the first of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from spartan.app.train import checkpoint, folder
+from spartan.app.train.config import Config, RecipeError, reason
+from spartan.app.train.data import Data, build_data, seed_of
+from spartan.app.train.display import Display
+from spartan.app.train.metrics import Metrics
+from spartan.app.train.mixing import mix_batch
+from spartan.app.train.parallel import spread
+from spartan.app.train.processes import Agreement, choose_device, current
+from spartan.app.train.setup import build_cost, build_optimizer, build_sparsifier, lr_at
+from spartan.app.train.signals import Interrupted, StopSignals
+from spartan.zoo import build_model
+
+FLUSH_EVERY = 50  # steps between looks at the device
+MASK_SAMPLE = 1 << 20  # weights whose masks are remembered after every epoch
+
+
+class Trainer:
+    """Everything a run consists of, built from its recipe; nothing is written until `fit`."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.us = config, current()
+        self.device = choose_device(config.device, self.us)
+        seed_everything(config.seed)
+        self.data: Data = build_data(config, self.device, self.us)
+        self.accumulate = config.batch_size // (self.data.micro * self.us.world)
+        self.steps_per_epoch = self.data.train_size // config.batch_size
+        self.total_steps = config.epochs * self.steps_per_epoch
+        model = self.build_model().to(self.device)
+        self._try(model)
+        cost = build_cost(config, model, self.data.shape)
+        self.spread = spread(config, model, self.us)
+        self.model = self.spread.model
+        self.sparsifier = build_sparsifier(config, self.model, cost, self.total_steps)
+        self.optimizer = build_optimizer(config, self.model)
+        self.sparsifier.attach(self.optimizer)
+        # A method's own parameters may learn at a rate of their own, which follows the same schedule.
+        self.relative_lrs = [group["lr"] / config.optimizer.lr for group in self.optimizer.param_groups]
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
+        if self.device.type == "cuda":
+            torch.backends.cudnn.benchmark = True  # batches have one size, so the fastest convolution is worth finding
+        if not self.us.alone:
+            self._try(self.model)  # in shards, too: their layers must be called as modules
+            seed_everything(seed_of(config.seed, self.us.rank))  # dropout is not to be the same on every process
+        self.step = 0
+        self.loss_sum = torch.zeros((), device=self.device)  # over the steps of this epoch
+        self.seconds = 0.0
+        self.masks: list[Tensor] = []
+        self.record: dict[str, Any] = {}  # of the last whole epoch
+
+    def build_model(self) -> nn.Module:
+        """A model of the recipe's kind, untrained."""
+        return build_model(self.config, self.data.classes, self.data.shape)
+
+    def _try(self, model: nn.Module) -> None:
+        """One image through the model, so that a wrong shape is found before anything is written."""
+        model.eval()
+        try:
+            with torch.no_grad(), self._autocast():
+                out = model(torch.zeros(1, *self.data.shape, device=self.device))
+        except (RuntimeError, ValueError, AssertionError, TypeError) as error:
+            how = "" if self.us.alone else f" with parallel: {self.config.parallel}"
+            message = f"model: {self.config.model} cannot take {self.data.shape} images{how}: {reason(error)}"
+            raise RecipeError(message) from None
+        if not isinstance(out, Tensor) or out.shape != (1, self.data.classes):
+            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise RecipeError(
+                f"model: {self.config.model} gives {got} for one image; (1, {self.data.classes}) is needed"
+            )
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.amp)
+        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    # ------------------------------------------------------------------ training
+
+    def fit(self, out: Path, *, metrics_offset: int | None = None, quiet: bool = False) -> dict[str, Any]:
+        """Train from where the run stands to its end; the summary is written last."""
+        agreement = Agreement(self.us)
+        display = Display(self.config, self.total_steps, quiet or not self.us.first)
+        with (
+            StopSignals(launched=not self.us.alone) as signals,
+            Metrics(out, metrics_offset, self.us) as metrics,
+            display,
+        ):
+            for epoch in range(self.step // self.steps_per_epoch, self.config.epochs):
+                started, first = time.monotonic(), self.step
+                for _ in self._epoch(epoch, metrics):
+                    display.step(self.step, metrics.last_loss, self.sparsifier)
+                    if self.step % self.steps_per_epoch:  # the end of an epoch is saved below, with its scores
+                        self._maybe_save(out, metrics, agreement.ask(signals.caught), time.monotonic() - started)
+                images = (self.step - first) * self.config.batch_size
+                self.record = self._end_epoch(epoch, images, started)
+                metrics.epoch(**self.record)
+                display.epoch(self.record)
+                self._maybe_save(out, metrics, agreement.ask(signals.caught), 0.0)
+            agreement.wait()
+            self.spread.wait()
+        summary = folder.finish(out, self, self.record)
+        return self.us.decide(lambda: summary)
+
+    def _maybe_save(self, out: Path, metrics: Metrics, caught: int | None, unfinished: float) -> None:
+        """A checkpoint when one is due or the run is asked to stop, which it then does."""
+        c, (epoch, within) = self.config, divmod(self.step, self.steps_per_epoch)
+        last = self.step == self.total_steps
+        due = bool(c.checkpoint_steps) and self.step % c.checkpoint_steps == 0
+        if not within:
+            due |= last or epoch % c.checkpoint_epochs == 0
+        if due or caught is not None:
+            self._save(out, metrics, unfinished)
+        if caught is not None and not last:
+            self.spread.wait()
+            self.us.decide(lambda: None)  # a launcher ends the others when one has ended: not before it is saved
+            raise Interrupted(out, caught)
+
+    def _epoch(self, epoch: int, metrics: Metrics) -> Iterator[None]:
+        """The remaining optimizer steps of an epoch; yields after each."""
+        self.model.train()
+        done = self.step - epoch * self.steps_per_epoch
+        if done == 0:
+            self.loss_sum.zero_()
+        batches = self.data.train(epoch, start=done * self.accumulate)
+        for _ in range(done, self.steps_per_epoch):
+            lr = lr_at(self.config, self.step, self.steps_per_epoch)
+            for group, relative in zip(self.optimizer.param_groups, self.relative_lrs, strict=True):
+                group["lr"] = lr * relative
+            loss = self._step(batches)
+            self.loss_sum += loss
+            self.step += 1
+            metrics.step(loss, step=self.step, epoch=epoch + 1, lr=lr, **self.sparsifier.progress())
+            if self.step % FLUSH_EVERY == 0:
+                metrics.flush()
+            yield
+
+    def _step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
+        """One optimizer step over this process's micro-batches; returns their mean loss, still on the device."""
+        c, total = self.config, torch.zeros((), device=self.device)
+        for i in range(self.accumulate):
+            x, y = next(batches)
+            if c.mixup or c.cutmix:
+                number = i * self.us.world + self.us.rank  # of the micro-batch, among those of all processes
+                rng = torch.Generator().manual_seed(hash((c.seed, self.step, number)) % (1 << 63))
+                x, y = mix_batch(x, y, self.data.classes, c.mixup, c.cutmix, rng)
+            if c.channels_last:
+                x = x.contiguous(memory_format=torch.channels_last)
+            with self.spread.sending(last=i == self.accumulate - 1):
+                with self._autocast():
+                    loss = cross_entropy(self.spread.forward(x), y, label_smoothing=c.label_smoothing) / self.accumulate
+                self.scaler.scale(loss).backward()
+            total += loss.detach()
+        if c.clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            self.sparsifier.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+    # ------------------------------------------------------------------ measuring
+
+    def _end_epoch(self, epoch: int, images: int, started: float) -> dict[str, Any]:
+        train_loss = float(self.us.mean_(self.loss_sum.double())) / self.steps_per_epoch  # waits for the device
+        seconds = time.monotonic() - started
+        scores = self.evaluate()
+        self._remember_masks()
+        self.seconds += time.monotonic() - started
+        stats = self.sparsifier.stats
+        return {
+            "epoch": epoch + 1,
+            "step": self.step,
+            "train_loss": train_loss,
+            **scores,
+            "images_per_s": images / max(seconds, 1e-9),
+            "seconds": self.seconds,
+            "density": stats.density,
+            "target_density": stats.target_density,
+            "beta": stats.beta,
+            "phase": stats.phase,
+            "mask_histogram": self.sparsifier.mask_histogram(50),
+        }
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Loss, top-1 and top-5 on the test images, of which every process takes its share."""
+        self.us.copy_(self.model.buffers())  # one model is measured: the one that is saved
+        self.model.eval()
+        top = min(5, self.data.classes)
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        for x, y in self.spread.test_batches(self.data):
+            if self.config.channels_last:
+                x = x.contiguous(memory_format=torch.channels_last)
+            with self._autocast():
+                logits = self.model(x)[: len(y)].float()  # none count of a batch that only keeps others company
+            hits = logits.topk(top, 1).indices == y[:, None]
+            lost = cross_entropy(logits, y, reduction="sum")
+            sums[:3] += torch.stack([hits[:, 0].sum(), hits.any(1).sum(), lost]).double()
+            sums[3] += len(y)
+        top1, top5, loss = (self.us.sum_(sums)[:3] / sums[3]).tolist()
+        return {"top1": top1, "top5": top5, "test_loss": loss}
+
+    def _remember_masks(self) -> None:
+        masks = list(self.sparsifier.masks().values())
+        stride = -(-sum(m.numel() for m in masks) // MASK_SAMPLE)
+        self.masks.append(torch.cat([self.spread.whole(m).reshape(-1)[::stride] for m in masks]).cpu())
+
+    # ------------------------------------------------------------------ saving
+
+    def _save(self, out: Path, metrics: Metrics, unfinished: float) -> None:
+        """Everything that the future depends on."""
+        state = {
+            "step": self.step,
+            "scaler": self.scaler.state_dict(),
+            # What each process has of its own.
+            "own": self.us.gather({"rng": rng_state(self.device), "loss_sum": float(self.loss_sum)}),
+            "seconds": self.seconds + unfinished,
+            "metrics_bytes": metrics.sync(),
+            "masks": self.masks,
+            "record": self.record,
+        }
+        self.spread.save(out, self.step, state, self.optimizer, self.sparsifier)
+
+    def load(self, path: Path, state: Mapping[str, Any]) -> int:
+        """Continue from a checkpoint; returns how much of metrics.jsonl belongs to it."""
+        self.step = int(state["step"])
+        self.spread.load(path, state, self.optimizer, self.sparsifier)
+        self.scaler.load_state_dict(state["scaler"])
+        self.seconds, self.record = float(state["seconds"]), dict(state["record"])
+        self.masks = [m.cpu() for m in state["masks"]]
+        own = state["own"]
+        if len(own) == self.us.world:
+            self.loss_sum.fill_(own[self.us.rank]["loss_sum"])
+            set_rng_state(own[self.us.rank]["rng"], self.device)
+        else:  # more processes than before, or fewer
+            self.loss_sum.fill_(sum(o["loss_sum"] for o in own) / len(own))
+            seed_everything(seed_of(self.config.seed, self.step, self.us.rank))
+        return int(state["metrics_bytes"])
+
+
+def seed_everything(seed: int) -> None:
+    """Python, NumPy and torch."""
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """The random number generators as plain tensors and numbers."""
+    import numpy as np
+
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [name, torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)],  # type: ignore[union-attr]
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Put them back."""
+    import numpy as np
+
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.cpu().numpy().astype("uint32"), *rest))
+    torch.set_rng_state(state["torch"].cpu())
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+
+
+def train(config: Config, out: Path, *, quiet: bool = False, command: list[str] | None = None) -> dict[str, Any]:
+    """Run a recipe into a new folder. A recipe that cannot run is refused before the folder is made."""
+
+    def check() -> None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            hint = f"choose another folder, or continue it with --resume {out}"
+            raise RecipeError(f"--out: {out} is there already; {hint}")
+
+    current().decide(check)
+    trainer = Trainer(config)
+    trainer.us.decide(lambda: folder.create(out, config, trainer.device, command or []))
+    with folder.locked(out) if trainer.us.first else contextlib.nullcontext():
+        return trainer.fit(out, quiet=quiet)
+
+
+def resume(out: Path, sets: Sequence[str] = (), *, quiet: bool = False) -> dict[str, Any]:
+    """Continue a run to its end: from its last good checkpoint, or from the start if it has none.
+
+    On any number of processes, whatever the number before; they must all see the folder. `sets` may say where and how it
+    is done from now on, such as parallel=fsdp2.
+    """
+    us, summary = current(), out / "summary.json"
+    config = us.decide(lambda: folder.recipe_of(out, sets))
+    if (done := us.decide(lambda: json.loads(summary.read_text()) if summary.is_file() else None)) is not None:
+        return done
+    trainer = Trainer(config)
+    with folder.locked(out) if us.first else contextlib.nullcontext():
+        found = _newest(out, trainer)
+        return trainer.fit(out, metrics_offset=0 if found is None else trainer.load(*found), quiet=quiet)
+
+
+def _newest(out: Path, trainer: Trainer) -> tuple[Path, dict[str, Any]] | None:
+    """The last good checkpoint, on every process the one that the first process found to be so."""
+    state: dict[str, Any] | None = None
+
+    def find() -> Path | None:
+        nonlocal state
+        found = checkpoint.load_newest(out, trainer.device)
+        if found is None:
+            return None
+        path, state, trouble = found
+        for line in trouble:
+            print(f"warning: {line}; continuing from the one before it", file=sys.stderr)
+        return path
+
+    path = trainer.us.decide(find)
+    if path is None:
+        return None
+    # The first process has read every file; that is enough.
+    return path, checkpoint.load(path, trainer.device, check=False) if state is None else state
+
+
+def evaluate(config: Config, weights: Mapping[str, Tensor]) -> dict[str, float]:
+    """Scores of saved weights on a recipe's test images."""
+    trainer = Trainer(config)
+    trainer.sparsifier.detach()
+    try:
+        trainer.model.load_state_dict(dict(weights))
+    except RuntimeError as error:
+        raise RecipeError(f"the weights do not fit model {config.model}: {' '.join(str(error).split())}") from None
+    return trainer.evaluate()

@@ -1,0 +1,139 @@
+"""From a recipe to the parts of a run: sparsifier, optimizer, learning rate."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import spartan
+from spartan import NM, Block, Channel, Flops, Sparsifier, Unstructured
+from spartan.app.train.config import Config, RecipeError, nearest
+from spartan.methods import Method
+from spartan.patterns import Pattern
+from spartan.schedules import Schedule
+from spartan.targets import Target
+
+SHAPES = ("linear", "cosine", "cubic")
+
+
+def build_method(config: Config) -> Method:
+    """The method by name, with its arguments; [a, b] is linear(a, b), and [cubic, a, b] a schedule of that shape."""
+    known = {entry.name: entry.cls for entry in spartan.methods()}
+    if config.method not in known:
+        raise RecipeError(
+            f"method: {config.method!r} is unknown{nearest(config.method, list(known))}; see `spartan methods`"
+        )
+    arguments = {key: _argument(f"method_args.{key}", value) for key, value in config.method_args.items()}
+    accepted = list(inspect.signature(known[config.method]).parameters)
+    for key in arguments:
+        if key not in accepted:
+            hint = f"{nearest(key, accepted)}; accepted: {', '.join(accepted) or 'none'}"
+            raise RecipeError(f"method_args.{key}: {config.method} has no such argument{hint}")
+    try:
+        return known[config.method](**arguments)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"method_args: {error}") from None
+
+
+def _argument(key: str, value: Any) -> Any:
+    """A method's argument as a recipe writes it."""
+    if isinstance(value, Mapping):
+        return {k: _argument(f"{key}.{k}", v) for k, v in value.items()}
+    if not isinstance(value, (list, tuple)):
+        return value
+    shape, *ends = value if len(value) == 3 else ("linear", *value)
+    if shape not in SHAPES or len(ends) != 2 or not all(isinstance(end, (int, float)) for end in ends):
+        raise RecipeError(
+            f"{key}: {list(value)} is not a schedule; [start, end] or [cubic, start, end] is, with {SHAPES}"
+        )
+    return Schedule(float(ends[0]), float(ends[1]), shape)
+
+
+def build_pattern(config: Config) -> Pattern:
+    """The pattern by name, with its arguments after colons; a pair [h, w] is Block(h, w)."""
+    if not isinstance(config.pattern, str):
+        return Block(*config.pattern)
+    name, *arguments = config.pattern.split(":")
+    if name == "nm":
+        return NM(*map(int, arguments))
+    return Channel(*arguments) if name == "channel" else Unstructured()
+
+
+@dataclass(frozen=True)
+class CountedFlops(Flops):
+    """A FLOP cost that was counted before: a model in shards can no longer be."""
+
+    counted: Mapping[str, float] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """The same as of the cost that was counted."""
+        return Flops(None, self.value_power).describe()
+
+    def per_parameter(self, model: nn.Module, targets: Sequence[Target]) -> list[float]:
+        """Positions per example, as they were counted."""
+        return [self.counted[target.name] for target in targets]
+
+
+def build_cost(config: Config, model: nn.Module, shape: tuple[int, int, int]) -> Flops | None:
+    """What the budget counts: None is parameters. The model must still be whole."""
+    if config.cost != "flops":
+        return None
+    images = torch.zeros(1, *shape, device=next(model.parameters()).device)
+    try:
+        counted = Flops(images, config.value_power).table(model, config.include, config.exclude)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    return CountedFlops(images, config.value_power, counted)
+
+
+def build_sparsifier(config: Config, model: nn.Module, cost: Flops | None, total_steps: int) -> Sparsifier:
+    """The sparsifier of a recipe."""
+    try:
+        return Sparsifier(
+            model,
+            config.sparsity,
+            total_steps,
+            build_method(config),
+            pattern=build_pattern(config),
+            cost=cost,
+            budget=config.budget,
+            include=config.include,
+            exclude=config.exclude,
+            warmup=config.warmup,
+            finetune=config.finetune,
+            count=config.count,
+        )
+    except RecipeError:
+        raise
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+
+
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer; weight decay on weights only, none on biases and norms."""
+    c = config.optimizer
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": c.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    if c.name == "sgd":
+        return torch.optim.SGD(groups, lr=c.lr, momentum=c.momentum, nesterov=c.nesterov and c.momentum > 0)
+    kind = torch.optim.AdamW if c.name == "adamw" else torch.optim.Adam
+    return kind(groups, lr=c.lr, betas=c.betas, eps=c.eps)
+
+
+def lr_at(config: Config, step: int, steps_per_epoch: int) -> float:
+    """Linear warm-up, then cosine to `final_lr` at the end: a function of the step, so there is no state to save."""
+    c, total = config.optimizer, config.epochs * steps_per_epoch
+    warm = round(c.warmup_epochs * steps_per_epoch)
+    if step < warm:
+        return c.lr * (step + 1) / warm
+    x = (step - warm) / max(1, total - warm)
+    return c.final_lr + 0.5 * (c.lr - c.final_lr) * (1.0 + math.cos(math.pi * min(1.0, x)))

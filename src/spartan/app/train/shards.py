@@ -1,0 +1,140 @@
+"""Checkpoints in parts: every process writes what it holds, and only when all have done so is there a checkpoint."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
+
+from spartan import Sparsifier
+from spartan.app.train.checkpoint import (
+    DIGESTS,
+    PLAIN,
+    CheckpointError,
+    cannot_write,
+    digest,
+    prune,
+    sync_folder,
+    write_atomically,
+)
+from spartan.app.train.processes import Processes, patience
+from spartan.sharded_checkpoint import save_sharded
+
+
+class Parts:
+    """Writes folders `step-….shards`: parts by torch.distributed.checkpoint, plain values, and digests of it all.
+
+    A folder has its name only when it is complete. In the background, training goes on while files are written; what
+    goes wrong there is raised when the next checkpoint is due.
+    """
+
+    def __init__(self, us: Processes, background: bool) -> None:
+        self._us = us
+        self._pending: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1) if background else None
+        # What is agreed upon in the background must not get mixed up with what training sends.
+        limit = datetime.timedelta(seconds=patience())
+        self._group = dist.new_group(backend="gloo", timeout=limit) if background else None
+
+    def save(
+        self,
+        out: Path,
+        step: int,
+        plain: dict[str, Any],
+        model: nn.Module,
+        optimizer: Optimizer,
+        sparsifier: Sparsifier,
+    ) -> None:
+        """Write a checkpoint; every process must call it. In the background, this takes as long as a copy does."""
+        self.wait()
+        path = out / "checkpoints" / f"step-{step:08d}.shards"
+        aside, trouble, writing = path.with_suffix(".tmp"), "", None
+        self._us.decide(lambda: _begin(path, plain))
+        try:
+            writing = save_sharded(aside, model, optimizer, sparsifier, self._thread is not None, self._group)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            trouble = _words(path, error)
+        if self._thread is None:
+            self._finish(path, None, trouble)
+        else:
+            self._pending = self._thread.submit(self._finish, path, writing, trouble)
+
+    def wait(self) -> None:
+        """Until the last checkpoint is complete."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def _finish(self, path: Path, writing: Future[Any] | None, trouble: str) -> None:
+        """Digests, by each process of the files it wrote, and then the name; or the same error on all."""
+        aside, mine = path.with_suffix(".tmp"), {}
+        try:
+            if writing is not None:
+                writing.result()
+            mine = {p.name: digest(p) for p in aside.iterdir() if self._wrote(p.name)}
+        except (OSError, RuntimeError, CheckpointException) as error:
+            trouble = trouble or _words(path, error)
+        everyone: list[Any] = [None] * self._us.world
+        dist.all_gather_object(everyone, (trouble, mine), group=self._group)
+        trouble = next((words for words, _ in everyone if words), "")
+        if self._us.first and not trouble:
+            try:
+                digests = {name: value for _, of in everyone for name, value in of.items()}
+                write_atomically(aside / DIGESTS, json.dumps(digests).encode())
+                _put_in_place(aside, path)
+            except OSError as error:
+                trouble = _words(path, error)
+        verdict = [trouble]
+        dist.broadcast_object_list(verdict, src=0, group=self._group, device=torch.device("cpu"))
+        if verdict[0]:
+            if self._us.first:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise CheckpointError(verdict[0])
+
+    def _wrote(self, name: str) -> bool:
+        """Whether this process wrote a file: torch names parts by rank, and all else is the first one's."""
+        return name.startswith(f"__{self._us.rank}_") if name.startswith("__") else self._us.first
+
+
+def _words(path: Path, error: BaseException) -> str:
+    """Why a checkpoint could not be written; torch wraps what happened on each process."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return str(cannot_write(path, error))
+
+
+def _begin(path: Path, plain: dict[str, Any]) -> None:
+    """A folder aside, with the plain values; what a killed process left of another is removed."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        for left in path.parent.glob("*.tmp"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        aside = path.with_suffix(".tmp")
+        aside.mkdir()
+        with (aside / PLAIN).open("wb") as file:
+            torch.save(plain, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:
+        raise cannot_write(path, error) from error
+
+
+def _put_in_place(aside: Path, path: Path) -> None:
+    """Give a complete folder its name; older ones are removed only then."""
+    sync_folder(aside)
+    if path.exists():  # one that was damaged, since the run has come here again
+        path.rename(path.with_suffix(".old.tmp"))
+    aside.rename(path)
+    sync_folder(path.parent)
+    shutil.rmtree(path.with_suffix(".old.tmp"), ignore_errors=True)
+    prune(path.parent.parent)

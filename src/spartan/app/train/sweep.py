@@ -1,0 +1,327 @@
+"""Grids of runs: each in a process of its own, several at once, finished ones skipped, failing ones survived."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from spartan.app.train.config import Config, RecipeError, load_recipe
+from spartan.app.train.runs import Run, identity, is_finished, is_run, read_run, result
+
+OPEN, CLOSE = "[{(", "]})"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep."""
+
+    folder: Path
+    config: Config
+    # the settings on top of the recipe, seed included
+    sets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one run of a sweep ended."""
+
+    job: Job
+    state: Literal["finished", "skipped", "failed", "stopped"]
+    seconds: float
+    # for a failed run: why, in the last lines of its log
+    reason: str = ""
+
+
+# ---------------------------------------------------------------------- the grid
+
+
+def split_values(text: str) -> list[str]:
+    """`a,b,[c,d]` → a | b | [c,d]: commas inside brackets, braces and quotes do not separate."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in OPEN:
+            depth += 1
+        elif character in CLOSE:
+            depth -= 1
+        if character == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def grid(sets: Sequence[str], seeds: int | None = None) -> list[tuple[str, ...]]:
+    """Every combination of the values, each as `key=value` settings; seeds vary fastest."""
+    axes: dict[str, list[str]] = {}
+    for setting in sets:
+        key, equals, text = setting.partition("=")
+        key = key.strip()
+        values = split_values(text)
+        if not equals or not key or (len(values) > 1 and "" in values):
+            raise RecipeError(f"--set {setting!r}: write key=value or key=value,value, such as --set sparsity=.9,.95")
+        if key in axes:
+            raise RecipeError(f"--set {key} is given twice; write its values in one: --set {key}=a,b")
+        axes[key] = values
+    if "seed" in axes and seeds is not None:
+        raise RecipeError("--seeds and --set seed=… both name the seeds; give one of them")
+    if "seed" not in axes:
+        if seeds is not None and seeds < 1:
+            raise RecipeError(f"--seeds: {seeds} is too small; it must be at least 1")
+        axes["seed"] = [str(seed) for seed in range(seeds or 1)]
+    return [
+        tuple(f"{key}={value}" for key, value in zip(axes, values, strict=True))
+        for values in itertools.product(*axes.values())
+    ]
+
+
+def plan(recipe: str, sets: Sequence[str], seeds: int | None, out: Path) -> list[Job]:
+    """The runs of a sweep; one that is in `out` already keeps its folder, one that repeats another is left out."""
+    if is_run(out):
+        raise RecipeError(f"--out: {out} is a run itself; a sweep needs a folder to put its runs in")
+    there = {identity(run.config): run.folder for run in _runs_in(out)}
+    jobs: dict[str, Job] = {}
+    taken = set(there.values())
+    points = grid(sets, seeds)
+    varied = [key for key in _keys(points[0]) if len({dict(map(_pair, point))[key] for point in points}) > 1]
+    for point in points:
+        config = load_recipe(recipe, point)
+        same = identity(config)
+        if same in jobs:
+            continue
+        folder = there.get(same) or out / _name(config, [s for s in point if _pair(s)[0] in varied])
+        if same not in there and (folder in taken or folder.exists()):
+            folder = folder.with_name(f"{folder.name}-{hashlib.sha256(same.encode()).hexdigest()[:8]}")
+        taken.add(folder)
+        jobs[same] = Job(folder, config, point)
+    return list(jobs.values())
+
+
+def _name(config: Config, varied: Sequence[str]) -> str:
+    """The method, the sparsity, whatever else varies, and the seed."""
+    extra = "".join(f"-{s}" for s in varied if _pair(s)[0] not in ("method", "sparsity", "seed"))
+    extra = re.sub(r"[^\w.=+-]+", "_", extra)
+    if len(extra) > 100:
+        extra = "-" + hashlib.sha256(extra.encode()).hexdigest()[:8]
+    return re.sub(r"[^\w.=+-]+", "_", f"{config.method}-{config.sparsity:g}{extra}-seed{config.seed}")
+
+
+def _pair(setting: str) -> tuple[str, str]:
+    key, _, value = setting.partition("=")
+    return key, value
+
+
+def _keys(point: Sequence[str]) -> list[str]:
+    return [_pair(setting)[0] for setting in point]
+
+
+def _runs_in(out: Path) -> Iterator[Run]:
+    for folder in sorted(out.iterdir()) if out.is_dir() else ():
+        if is_run(folder) and not folder.name.startswith("."):
+            yield read_run(folder)
+
+
+# ---------------------------------------------------------------------- running
+
+
+class Sweep:
+    """Runs jobs, up to `at_once` together; `stop` makes every running one save and end."""
+
+    def __init__(self, recipe: str, out: Path, at_once: int) -> None:
+        self.recipe, self.out, self.at_once = recipe, out, at_once
+        self.running: dict[Path, subprocess.Popen[bytes]] = {}
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+
+    def run(self, jobs: Sequence[Job], tell: Telling) -> list[Outcome]:
+        """Every job's outcome, in the order of the jobs; `tell` hears of each as it comes."""
+        waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        for job in jobs:
+            waiting.put(job)
+        workers = [threading.Thread(target=self._work, args=(waiting, ended)) for _ in range(self.at_once)]
+        outcomes: dict[Path, Outcome] = {}
+        with self._signals():
+            for worker in workers:
+                worker.start()
+            while len(outcomes) < len(jobs):
+                # A short wait, so that signals are seen: the main thread cannot be woken from a lock everywhere.
+                try:
+                    outcome = ended.get(timeout=0.5)
+                except queue.Empty:
+                    tell.underway(sum(map(epochs_done, list(self.running))))
+                    continue
+                outcomes[outcome.job.folder] = outcome
+                tell.outcome(outcome)
+            for worker in workers:
+                worker.join()
+        return [outcomes[job.folder] for job in jobs]
+
+    def stopped(self) -> bool:
+        """Whether the sweep was asked to stop."""
+        return self._stopping.is_set()
+
+    def stop(self) -> None:
+        """Start nothing more, and ask what runs to save and end."""
+        self._stopping.set()
+        with self._lock:
+            for process in self.running.values():
+                process.terminate()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ctrl-C, SIGTERM and a closed terminal stop the sweep in order."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
+        before = {number: signal.signal(number, lambda *_: self.stop()) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _work(self, waiting: queue.SimpleQueue[Job], ended: queue.SimpleQueue[Outcome]) -> None:
+        while True:
+            try:
+                job = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                ended.put(self._one(job))
+            except Exception as error:
+                ended.put(Outcome(job, "failed", 0.0, f"{type(error).__name__}: {error}"))
+
+    def _one(self, job: Job) -> Outcome:
+        if is_finished(job.folder):
+            return Outcome(job, "skipped", 0.0)
+        log = self.out / "logs" / f"{job.folder.name}.txt"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        with log.open("ab") as sink:
+            begin = sink.tell()
+            with self._lock:
+                if self.stopped():
+                    return Outcome(job, "stopped", 0.0)
+                # A session of its own: Ctrl-C reaches it once, through `stop`.
+                process = subprocess.Popen(
+                    self._command(job),
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment(),
+                    start_new_session=True,
+                )
+                self.running[job.folder] = process
+            code = process.wait()
+        with self._lock:
+            del self.running[job.folder]
+        seconds = time.monotonic() - started
+        if code == 0 and is_finished(job.folder):
+            return Outcome(job, "finished", seconds)
+        if self.stopped():
+            return Outcome(job, "stopped", seconds)
+        return Outcome(job, "failed", seconds, _reason(code, log, begin))
+
+    def _command(self, job: Job) -> list[str]:
+        base = [sys.executable, "-m", "spartan", "train"]
+        if is_run(job.folder):
+            return [*base, "--resume", str(job.folder), "--quiet"]
+        sets = [word for setting in job.sets for word in ("--set", setting)]
+        return [*base, self.recipe, *sets, "--out", str(job.folder), "--quiet"]
+
+    def _environment(self) -> dict[str, str]:
+        """Several runs share the cores; each taking all of them would slow all of them down."""
+        share = max(1, (os.cpu_count() or 1) // self.at_once)
+        limits = {"OMP_NUM_THREADS": str(share)} if self.at_once > 1 else {}
+        return limits | dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
+
+
+def epochs_done(folder: Path) -> int:
+    """How many epochs a run has behind it, from the end of its metrics (the whole may be long)."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 8192))
+        ended = re.findall(rb'"epoch": (\d+)', file.read())
+    return max(0, int(ended[-1]) - 1) if ended else 0
+
+
+def _reason(code: int, log: Path, begin: int, lines: int = 3) -> str:
+    """The exit status and the end of what the run wrote this time."""
+    with log.open("rb") as file:
+        file.seek(begin)
+        text = [line for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return "\n".join([f"{how}; log: {log}", *text[-lines:]])
+
+
+# ---------------------------------------------------------------------- telling
+
+
+class Telling:
+    """How far a sweep is: a line for each run that ended and, on a terminal, a bar below them."""
+
+    def __init__(self, jobs: Sequence[Job], plain: bool) -> None:
+        self._total, self._done = len(jobs), 0
+        self._epochs = 0  # of runs that ended
+        self._bar: Any = None
+        if not plain:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+            self._bar = Progress(
+                TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+            )
+            # What was finished before takes no time, and would make the rest look fast.
+            epochs = sum(job.config.epochs for job in jobs if not is_finished(job.folder))
+            self._task = self._bar.add_task(f"0/{self._total} runs", total=epochs)
+
+    def __enter__(self) -> Telling:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def line(self, text: str) -> None:
+        """Say something."""
+        if self._bar is None:
+            print(text, flush=True)
+        else:
+            self._bar.console.print(text, markup=False, highlight=False)
+
+    def outcome(self, outcome: Outcome) -> None:
+        """A run ended."""
+        self._done += 1
+        text = f"[{self._done}/{self._total}] {outcome.state} {outcome.job.folder.name}"
+        if outcome.state == "finished":
+            text += f": {result(read_run(outcome.job.folder).summary or {})}"
+        self.line(text)
+        self._epochs += outcome.job.config.epochs if outcome.state != "skipped" else 0
+        self.underway(0)
+
+    def underway(self, epochs: int) -> None:
+        """So many epochs of the runs that have not ended are done."""
+        if self._bar is not None:
+            text = f"{self._done}/{self._total} runs"
+            self._bar.update(self._task, completed=self._epochs + epochs, description=text)

@@ -1,0 +1,106 @@
+"""A trained model from a run folder or a file: what `spartan export`, `inspect --kernels` and `bench` work on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spartan.app.train.config import Config, RecipeError
+from spartan.app.train.data import Data, build_data
+from spartan.app.train.runs import is_packed, load_trained
+from spartan.files.architecture import Unbuildable, build
+from spartan.files.load import check_memory, open_file, unpack_all
+from spartan.zoo import build_model
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with its weights, on the CPU, in float32 and eval mode, and what is known about it."""
+
+    name: str
+    # the file that its weights are from, and whether that is a packed one
+    path: Path
+    packed: bool
+    model: nn.Module
+    # as in the file: model, classes, shape and args
+    reference: dict[str, Any]
+    # None where neither a run nor --recipe says
+    config: Config | None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of one image."""
+        channels, height, width = self.reference.get("shape", (3, 224, 224))
+        return channels, height, width
+
+    @property
+    def dense_bytes(self) -> int:
+        """What the tensors take when they are stored as they are."""
+        return sum(t.nbytes for t in self.model.state_dict().values())
+
+    @property
+    def sparsity(self) -> float:
+        """The share of zeros in tensors of two or more dimensions."""
+        weights = [t for t in self.model.state_dict().values() if t.ndim > 1 and t.is_floating_point()]
+        return 1.0 - sum(int(t.count_nonzero()) for t in weights) / max(1, sum(t.numel() for t in weights))
+
+    def data(self) -> Data | None:
+        """The images of its recipe; None without one."""
+        return None if self.config is None else build_data(self.config, CPU)
+
+    def noise(self, batch: int) -> Tensor:
+        """Inputs of the right shape."""
+        return torch.randn(batch, *self.shape, generator=torch.Generator().manual_seed(0))
+
+
+def find(target: Path, recipe: str | None = None, sets: Sequence[str] = ()) -> Trained:
+    """The model of a finished run, or of a file; ValueError with the remedy where it cannot be built.
+
+    A packed file says by itself which model it holds; a plain one needs the recipe.
+
+    Args:
+        target: a run folder or a .safetensors file.
+        recipe: for a file: the recipe that names model and data.
+        sets: changes to the run's recipe or to `recipe`, each `key=value`.
+    """
+    if target.is_file() and recipe is None and is_packed(target):
+        if sets:
+            raise RecipeError("--set changes keys of a recipe, and a file has none; --recipe RECIPE names one")
+        return _by_file(target)
+    config, weights, _ = load_trained(target, recipe, sets)
+    path = target / "model.safetensors" if target.is_dir() else target
+    packed = is_packed(path)
+    # A run's own file says what the data were like, so that they need not be there; another file is not asked.
+    reference = dict(open_file(path).architecture or {}) if packed and target.is_dir() else {}
+    if not {"classes", "shape"} <= reference.keys():
+        data = build_data(config, CPU)
+        reference = {"classes": data.classes, "shape": list(data.shape)}
+    reference = {"model": config.model, **reference, "args": config.model_args}
+    with torch.random.fork_rng(devices=[]):
+        model = build_model(config, reference["classes"], reference["shape"])
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise RecipeError(f"the weights do not fit model {config.model}: {' '.join(str(error).split())}") from None
+    return Trained(target.resolve().name.removesuffix(".safetensors"), path, packed, model.eval(), reference, config)
+
+
+def _by_file(path: Path) -> Trained:
+    contents = open_file(path)
+    check_memory(contents, None)
+    reference = contents.architecture
+    if reference is None:
+        raise RecipeError(f"{path} does not say which model its weights belong to; --recipe RECIPE does")
+    try:
+        model = build(reference, contents.shapes)
+    except Unbuildable as error:
+        raise RecipeError(f"{path}: {error}; --recipe RECIPE names the model") from None
+    model.load_state_dict(unpack_all(contents))
+    return Trained(path.resolve().name.removesuffix(".safetensors"), path, True, model.eval(), dict(reference), None)

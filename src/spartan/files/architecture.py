@@ -1,0 +1,152 @@
+"""References to architectures: what a file says about the model whose weights it holds.
+
+A reference is a name and plain numbers. To build a model for one never runs code that the file names, takes no memory that
+the file's tensors do not account for, and fetches nothing: names of torchvision, timm and this library only, arguments
+that are known to be sizes and rates only, and first without memory, to compare the shapes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+# Arguments that a file may set. Those that load weights, fetch or name classes are not among them.
+_SIZES = {
+    *("num_classes", "in_chans", "img_size", "image_size", "patch_size", "num_heads", "hidden_dim", "mlp_dim"),
+    *("embed_dim", "groups", "width_per_group"),
+}
+_COUNTS = {"depth", "num_layers"}
+_RATES = {"drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate", "dropout", "attention_dropout"}
+_RATES |= {"stochastic_depth_prob", "mlp_ratio"}
+_NAME = re.compile(r"(torchvision/|timm/)?[A-Za-z0-9_.-]+")
+_WRN = re.compile(r"wrn-(\d+)-(\d+)")
+
+
+class Unbuildable(ValueError):
+    """The reference does not lead to a model that fits; the text says why."""
+
+
+def reference_of(
+    model: nn.Module, architecture: str | Mapping[str, Any] | None, shapes: Shapes
+) -> dict[str, Any] | None:
+    """The reference to store: the one given, checked; or that of a timm model, if it is enough to rebuild it."""
+    if architecture is not None:
+        given = {"model": architecture} if isinstance(architecture, str) else dict(architecture)
+        if not isinstance(given.get("model"), str) or given.keys() - {"model", "classes", "shape", "args"}:
+            raise ValueError(
+                f"architecture={architecture!r}; a name, or a dict with model and any of classes, shape and args, is needed"
+            )
+        if ":" not in given["model"] and not _unsafe(
+            given
+        ):  # else it is a note to the reader, and load asks for a model
+            try:
+                build(given, shapes, real=False)
+            except Unbuildable as error:
+                raise ValueError(f"architecture={architecture!r}: {error}") from None
+        return given
+    config = getattr(model, "pretrained_cfg", None)
+    if type(model).__module__.startswith("timm.") and isinstance(config, Mapping) and config.get("architecture"):
+        found: dict[str, Any] = {"model": f"timm/{config['architecture']}"}
+        classes = getattr(model, "num_classes", 1000)
+        found |= {} if classes == 1000 else {"classes": classes}
+        try:
+            build(found, shapes, real=False)
+        except Unbuildable:
+            return None
+        return found
+    return None
+
+
+def build(reference: Mapping[str, Any], shapes: Shapes, real: bool = True) -> nn.Module:
+    """The model that a reference leads to, its state of exactly these shapes; Unbuildable with the reason otherwise.
+
+    Args:
+        reference: `model`, and any of `classes`, `shape` and `args`.
+        shapes: the shapes of the tensors that are to go into it.
+        real: False to build it on the meta device, without memory.
+
+    Example:
+        >>> shapes = {"0.weight": (32, 1, 3, 3)}
+        >>> build({"model": "digits-cnn", "classes": 10, "shape": [1, 8, 8]}, shapes)
+        Traceback (most recent call last):
+        spartan.files.architecture.Unbuildable: digits-cnn has 19 tensors that the file lacks, such as 1.weight
+    """
+    name, classes, shape, arguments = _checked(reference, len(shapes))
+    try:
+        # By name: the application lies above this layer, and its requirements may not be installed.
+        models = importlib.import_module("spartan.zoo")
+        config = importlib.import_module("spartan.app.train.config").Config(model=name, model_args=arguments)
+    except ImportError as error:
+        raise Unbuildable(f"{name} needs {error.name}: pip install 'spartan-sparsity[app,vision]'") from None
+    try:
+        with torch.random.fork_rng(devices=[]):
+            with torch.device("meta"):
+                model: nn.Module = models.build_model(config, classes, shape)
+            _compare(name, {key: tuple(t.shape) for key, t in model.state_dict().items()}, shapes)
+            if real:
+                with torch.device("cpu"):
+                    model = models.build_model(config, classes, shape)
+    except Unbuildable:
+        raise
+    except Exception as error:  # others' constructors raise anything at sizes that they do not expect
+        raise Unbuildable(f"{name} cannot be built: {' '.join(str(error).split())[:200]}") from None
+    return model
+
+
+def _unsafe(reference: Mapping[str, Any]) -> str | None:
+    """Why a model is not built on a file's word; None if it may be."""
+    if ":" in str(reference.get("model")):
+        return "names a function, which is not called on a file's word"
+    arguments = reference.get("args", {})
+    unknown = sorted(set(arguments) - _SIZES - _COUNTS - _RATES) if isinstance(arguments, Mapping) else ["args"]
+    return f"sets {', '.join(unknown)[:80]}, which a file may not" if unknown else None
+
+
+def _checked(reference: Mapping[str, Any], tensors: int) -> tuple[str, int, tuple[int, int, int], dict[str, Any]]:
+    """The parts of a reference, each of its type and within what a model of so many tensors can need."""
+    reason = _unsafe(reference)
+    if reason:
+        raise Unbuildable(f"the reference {reason}")
+    name, arguments = reference.get("model"), reference.get("args", {})
+    classes, shape = reference.get("classes", 1000), reference.get("shape", (3, 224, 224))
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise Unbuildable(f"{ascii(name)[:80]} is not a name of a model")
+    sizes = [classes, *(shape if isinstance(shape, list | tuple) else [None])]
+    sizes += [value for key, value in arguments.items() if key in _SIZES | _COUNTS]
+    rates = [value for key, value in arguments.items() if key in _RATES]
+    if len(sizes) < 4 or len(shape) != 3 or not all(type(n) is int and 0 <= n < 1 << 24 for n in sizes):
+        raise Unbuildable(f"{name} has arguments that are not sizes")
+    if not all(type(rate) in (int, float) and 0 <= rate < 100 for rate in rates):
+        raise Unbuildable(f"{name} has arguments that are not rates")
+    # A layer has a tensor at least: more layers than tensors do not fit, and would take long to build.
+    wrn = _WRN.fullmatch(name)
+    depths = [value for key, value in arguments.items() if key in _COUNTS] + ([int(wrn[1])] if wrn else [])
+    if max(depths, default=0) > tensors or (wrn and len(name) > 20):
+        raise Unbuildable(f"{name} has more layers than the file has tensors")
+    return name, classes, (shape[0], shape[1], shape[2]), dict(arguments)
+
+
+def _compare(name: str, model: Shapes, file: Shapes) -> None:
+    difference = differences(model, file)
+    if difference:
+        raise Unbuildable(f"{name} {difference}")
+
+
+def differences(model: Shapes, file: Shapes) -> str | None:
+    """The first difference between a model's shapes and a file's, in words; None if there is none."""
+    for what, names in (("has", model.keys() - file.keys()), ("lacks", file.keys() - model.keys())):
+        if names:
+            other = "that the file lacks" if what == "has" else "that the file has"
+            order = list(model if what == "has" else file)
+            return f"{what} {len(names)} tensors {other}, such as {min(names, key=order.index)}"
+    for key, shape in file.items():
+        if model[key] != shape:
+            return f"has {key} of shape {model[key]}, and the file of {shape}"
+    return None

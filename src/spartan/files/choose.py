@@ -1,0 +1,206 @@
+"""Which code is smallest for a tensor: dense, or mask, gaps (of entries or of blocks) or N:M."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spartan.files import codes, nm
+from spartan.patterns import Block, Pattern
+
+# What a packed tensor takes in the header beyond what a dense one does, at most: it must save more than that.
+HEADER_BYTES = 64
+# A sample of the weight, to rule candidates out before the whole is looked at.
+SAMPLE_ROWS, SAMPLE_COLUMNS = 128, 1024
+# A pattern may keep this many entries for one that is not zero (kept weights can happen to be zero).
+SLACK = 1.25
+_SIDES = (1, 2, 4, 8, 16, 32, 64)
+_GROUPS = (2, 4, 8, 16)
+_NUMBER = "[0-9]{1,18}"
+_TEXT = re.compile(
+    rf"(?:(?P<name>mask)|(?P<gaps>gaps) (?P<k>{_NUMBER}))(?: (?P<h>{_NUMBER})x(?P<w>{_NUMBER}))?"
+    rf"|(?P<nm>nm) (?P<n>{_NUMBER}):(?P<m>{_NUMBER})(?P<last> inputs last)?"
+)
+_DEFAULTS = {"k": 0, "h": 1, "w": 1, "n": 0, "m": 0}
+
+
+@dataclass(frozen=True)
+class Code:
+    """How the kept entries of a tensor are found: the name of the code and its parameters.
+
+    `mask` and `gaps` are over blocks of h × w entries of the tensor seen as a matrix (rows by the first dimension), 1 × 1
+    for single entries; `k` is the parameter of `gaps`. `nm` keeps n of every m entries in row-major order, after moving
+    the second dimension last if `inputs_last`.
+    """
+
+    name: str
+    h: int = 1
+    w: int = 1
+    k: int = 0
+    n: int = 0
+    m: int = 0
+    inputs_last: bool = False
+
+    def __str__(self) -> str:
+        if self.name == "nm":
+            return f"nm {self.n}:{self.m}" + (" inputs last" if self.inputs_last else "")
+        parameter = f" {self.k}" if self.name == "gaps" else ""
+        return self.name + parameter + (f" {self.h}x{self.w}" if self.h * self.w > 1 else "")
+
+    @classmethod
+    def parse(cls, text: object) -> Code:
+        """The code that `str` gives this text for; ValueError if there is none.
+
+        Example:
+            >>> Code.parse("gaps 3 16x16"), str(Code.parse("nm 2:4"))
+            (Code(name='gaps', h=16, w=16, k=3, n=0, m=0, inputs_last=False), 'nm 2:4')
+        """
+        found = _TEXT.fullmatch(text) if isinstance(text, str) else None
+        if found is None:
+            raise ValueError(f"there is no code {ascii(text)[:40]}")
+        k, h, w, n, m = (int(found[name] or default) for name, default in (*_DEFAULTS.items(),))
+        return cls(found["name"] or found["gaps"] or found["nm"], h, w, k, n, m, bool(found["last"]))
+
+
+def matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a tensor seen as a matrix: the first dimension by the rest; one row below two dimensions."""
+    total = math.prod(shape)
+    return (1, total) if len(shape) < 2 else (shape[0], total // max(1, shape[0]))
+
+
+def choose(support: Tensor, itemsize: float, dense: int, pattern: Pattern | None = None) -> tuple[Code, Tensor] | None:
+    """The code that stores a tensor in the fewest bytes, with what it keeps; None if that is to store it dense.
+
+    Args:
+        support: bool, of the tensor's shape: what must be stored.
+        itemsize: bytes that a stored entry takes.
+        dense: bytes of the tensor if it is stored dense.
+        pattern: a pattern to try first, beside those that are found.
+
+    The second result holds the kept units' positions (for `nm`, the groups' masks).
+
+    Example:
+        >>> support = torch.rand(256, 256) < 0.05
+        >>> str(choose(support, 4, 4 * 65536)[0])
+        'gaps 4'
+        >>> in_blocks = torch.rand(16, 1, 16, 1).lt(0.1).expand(16, 16, 16, 16).reshape(256, 256)
+        >>> str(choose(in_blocks, 4, 4 * 65536)[0])
+        'gaps 3 16x16'
+    """
+    total = support.numel()
+    rows, columns = matrix(support.shape)
+    flat = support.reshape(-1)
+    count = int(torch.count_nonzero(flat))
+    if count == total or count * itemsize + HEADER_BYTES >= dense:
+        return None
+    kept = flat.nonzero().squeeze(1)
+    best = _units(kept, total, itemsize, 1, 1)
+    if count:
+        for h, w in _blocks(support.reshape(rows, columns), kept, pattern):
+            found = _units(_blocks_of(kept, columns, h, w), total // (h * w), itemsize, h, w)
+            best = min(best, found, key=_smaller)
+        for option in _groups(support, count, itemsize, best[0]):
+            best = min(best, option, key=_smaller)
+    return (best[1], best[2]) if best[0] + HEADER_BYTES < dense else None
+
+
+def _smaller(option: tuple[float, Code, Tensor]) -> tuple[float, int]:
+    """Fewer bytes come first, then larger blocks."""
+    return option[0], -option[1].h * option[1].w
+
+
+def _units(kept: Tensor, units: int, itemsize: float, h: int, w: int) -> tuple[float, Code, Tensor]:
+    """Bytes, code and positions for units of h × w entries."""
+    values = kept.numel() * h * w * itemsize
+    coded, k = codes.gaps_size(codes.gaps_of(kept), units)
+    if codes.mask_size(units) <= coded:
+        return values + codes.mask_size(units), Code("mask", h, w), kept
+    return values + coded, Code("gaps", h, w, k), kept
+
+
+# ---------------------------------------------------------------------- blocks
+
+
+def _blocks_of(kept: Tensor, columns: int, h: int, w: int) -> Tensor:
+    """The blocks of h × w, in row-major order of blocks, that hold any of the kept entries."""
+    rows_of, across = kept // columns, columns // w
+    blocks = (rows_of // h) * across + (kept - rows_of * columns) // w
+    found = torch.zeros(int(blocks.max()) + 1, dtype=torch.bool).index_fill_(0, blocks, True)
+    return found.nonzero().squeeze(1)
+
+
+def _blocks(support: Tensor, kept: Tensor, pattern: Pattern | None) -> Iterator[tuple[int, int]]:
+    """Block sizes worth a full look: the pattern's, the grid that all changes lie on, and usual ones that fit a sample."""
+    rows, columns = support.shape
+    tried = set()
+    if isinstance(pattern, Block):
+        h, w = (rows if pattern.h == -1 else pattern.h), (columns if pattern.w == -1 else pattern.w)
+        if rows % h == 0 and columns % w == 0:
+            tried.add((h, w))
+    # Around an entry that is kept, so that the sample is never empty.
+    middle = int(kept[kept.numel() // 2])
+    top = middle // columns // SAMPLE_ROWS * SAMPLE_ROWS
+    left = middle % columns // SAMPLE_COLUMNS * SAMPLE_COLUMNS
+    sample = support[top : top + SAMPLE_ROWS, left : left + SAMPLE_COLUMNS]
+    if _edges(sample, left) > 1 or _edges(sample.T, top) > 1:
+        # Changes of the whole lie on a grid that is at most as coarse as the sample's.
+        tried.add((_edges(support.T, 0), _edges(support, 0)))
+    tried |= set(_usual(sample, rows, columns))
+    yield from (sides for sides in tried if sides != (1, 1))
+
+
+def _edges(support: Tensor, start: int) -> int:
+    """The largest w such that rows change only at multiples of w; the number of columns if they never do."""
+    changes = (support[:, 1:] != support[:, :-1]).any(0).nonzero().squeeze(1) + 1 + start
+    return math.gcd(*changes.tolist(), start, start + support.shape[1])
+
+
+def _usual(sample: Tensor, rows: int, columns: int) -> list[tuple[int, int]]:
+    """The three largest power-of-two blocks that keep few zeros in the sample."""
+    count, fits, tall = int(torch.count_nonzero(sample)), [], sample
+    for h in _SIDES:
+        if rows % h or sample.shape[0] % h:
+            break
+        tall = tall if h == 1 else tall[::2] | tall[1::2]
+        wide = tall
+        for w in _SIDES:
+            if columns % w or sample.shape[1] % w:
+                break
+            wide = wide if w == 1 else wide[:, ::2] | wide[:, 1::2]
+            if int(torch.count_nonzero(wide)) * h * w <= SLACK * count and h * w > 1:
+                fits.append((h, w))
+    return sorted(fits, key=lambda sides: sides[0] * sides[1])[-3:]
+
+
+# ---------------------------------------------------------------------- N:M
+
+
+def _groups(support: Tensor, count: int, itemsize: float, beat: float) -> Iterator[tuple[float, Code, Tensor]]:
+    """N:M codes that come to fewer than `beat` bytes, for groups along the rows and along the second dimension."""
+    orders = [(support, False)]
+    if support.ndim > 2 and math.prod(support.shape[2:]) > 1:
+        orders.append((support.movedim(1, -1), True))
+    for view, inputs_last in orders:
+        length = matrix(view.shape)[1] if not inputs_last else view.shape[-1]
+        flat: Tensor | None = None
+        for m in _GROUPS:
+            # No group has fewer than the mean; and no code is smaller than its values.
+            if length % m or -(-count * m // support.numel()) * (support.numel() // m) * itemsize >= beat:
+                continue
+            flat = view.reshape(-1) if flat is None else flat
+            sampled = flat[: SAMPLE_ROWS * SAMPLE_COLUMNS // m * m]
+            if (nm.most(nm.masks(sampled, m), m) * (support.numel() // m)) * itemsize >= beat:
+                continue
+            masks = nm.masks(flat, m)
+            n, groups = nm.most(masks, m), masks.numel()
+            if 0 < n < m and groups * n * itemsize + nm.size(groups, n, m) < beat:
+                yield (
+                    groups * n * itemsize + nm.size(groups, n, m),
+                    Code("nm", n=n, m=m, inputs_last=inputs_last),
+                    masks,
+                )

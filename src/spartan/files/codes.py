@@ -1,0 +1,148 @@
+"""Codes for which of n units are kept: one bit each, or the gaps between them in a Golomb–Rice code.
+
+The bound. To say which c of n units are kept takes log₂ C(n, c) ≤ n·H(c/n) bits, H(p) = −p log₂ p − (1−p) log₂(1−p), and
+their values take c·b bits.
+
+Gaps. Kept units i₀ < i₁ < … are written as the numbers of dropped ones before each, g_j = i_j − i_{j−1} − 1, and each g as
+its k low bits and the quotient ⌊g/2^k⌋ in unary, zeros and a closing one (Golomb, 1966; Rice, 1979). The low bits of all
+gaps come first, one row of bits for each of the k places, then all quotients. That costs
+
+    c(k + 1) + Σ ⌊g/2^k⌋  ≤  c(k + 1) + (n − c)/2^k   bits,
+
+which is at most 0.56 bits per kept unit over the bound however the units lie (2.4% of the whole with 16-bit values, 1.4%
+with 32-bit ones), and 0.02 to 0.12 bits if they are dropped at random. From about 40% kept on, the mask is smaller.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from spartan.files.bits import byte_count, check_padding, pack, pack_numbers, unpack, unpack_numbers
+
+
+def entropy(n: int, kept: int) -> float:
+    """n·H(kept/n) in bits.
+
+    Example:
+        >>> entropy(1000, 500)
+        1000.0
+    """
+    if not 0 < kept < n:
+        return 0.0
+    p = kept / n
+    return -n * (p * math.log2(p) + (1 - p) * math.log2(1 - p))
+
+
+def bound(n: int, kept: int, bits: int) -> float:
+    """The information bound in bits: kept·bits + n·H(kept/n)."""
+    return kept * bits + entropy(n, kept)
+
+
+def log2_choices(m: int, n: int) -> float:
+    """log₂ C(m, n): the bits of one choice of n among m."""
+    return math.log2(math.comb(m, n))
+
+
+# ---------------------------------------------------------------------- one bit each
+
+
+def mask_size(n: int) -> int:
+    """Bytes of the mask of n units."""
+    return byte_count(n)
+
+
+def encode_mask(kept: Tensor, n: int) -> Tensor:
+    """The mask of n units, those at `kept` set.
+
+    Example:
+        >>> data = encode_mask(torch.tensor([1, 2, 9]), 12)
+        >>> decode_mask(data, 12, 3).tolist()
+        [1, 2, 9]
+    """
+    return pack(torch.zeros(n, dtype=torch.uint8).index_fill_(0, kept, 1))
+
+
+def decode_mask(data: Tensor, n: int, count: int) -> Tensor:
+    """The positions of `encode_mask`; ValueError where the bytes are not the mask of `count` of n units."""
+    if data.numel() != mask_size(n):
+        raise ValueError(f"a mask of {n} units takes {mask_size(n)} bytes, not {data.numel()}")
+    flags = unpack(data)
+    check_padding(flags, n)
+    kept = flags.nonzero().squeeze(1)
+    if kept.numel() != count:
+        raise ValueError(f"the mask keeps {kept.numel()} units, and there are values for {count}")
+    return kept
+
+
+# ---------------------------------------------------------------------- gaps
+
+
+def gaps_of(kept: Tensor) -> Tensor:
+    """How many dropped units lie before each kept one."""
+    gaps = kept.clone()
+    gaps[1:] -= kept[:-1] + 1
+    return gaps
+
+
+def gaps_size(gaps: Tensor, n: int) -> tuple[int, int]:
+    """Bytes of the smallest gap code, and the k that gives it.
+
+    The best k is near log₂ of the mean gap; where gaps vary more than at random it is smaller.
+    """
+    count = gaps.numel()
+    if not count:
+        return 0, 0
+    middle = max(n // count, 1).bit_length() - 1
+    # Far smaller ones lose as well, but a mask that is dense in places and empty elsewhere can want one.
+    tried = range(max(0, middle - 3), middle + 2)
+    return min((count_bytes(count, k, int((gaps >> k).sum())), k) for k in tried)
+
+
+def count_bytes(count: int, k: int, quotients: int) -> int:
+    """Bytes of the code: k rows of low bits, and the unary part."""
+    return k * byte_count(count) + byte_count(count + quotients)
+
+
+def encode_gaps(gaps: Tensor, k: int) -> Tensor:
+    """The gap code with parameter k.
+
+    Example:
+        >>> data = encode_gaps(gaps_of(torch.tensor([3, 70, 71])), 5)
+        >>> decode_gaps(data, 100, 3, 5).tolist()
+        [3, 70, 71]
+    """
+    if not gaps.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    ones = torch.cumsum((gaps >> k) + 1, 0) - 1
+    unary = torch.zeros(int(ones[-1]) + 1, dtype=torch.uint8).index_fill_(0, ones, 1)
+    return torch.cat([pack_numbers(gaps & ((1 << k) - 1), k), pack(unary)])
+
+
+def decode_gaps(data: Tensor, n: int, count: int, k: int) -> Tensor:
+    """The positions of `encode_gaps`; ValueError where the bytes are not the code of `count` of n units."""
+    if not 0 <= k < 63 or count << k >= 1 << 62:
+        raise ValueError(f"k = {k} cannot be the parameter of a code of {count} gaps")
+    low_bytes = k * byte_count(count)
+    if data.numel() < low_bytes:
+        raise ValueError(f"{count} gaps with k = {k} take more than {data.numel()} bytes")
+    flags = unpack(data[low_bytes:])
+    ones = flags.nonzero().squeeze(1)
+    if ones.numel() != count:
+        raise ValueError(f"the code has {ones.numel()} gaps, and there are values for {count}")
+    if not count:
+        if data.numel():
+            raise ValueError("there are bytes behind the last gap")
+        return ones
+    last = int(ones[-1])
+    if flags.numel() != 8 * byte_count(last + 1):
+        raise ValueError("there are bytes behind the last gap")
+    if (last + 1 - count) << k > n:  # before shifting: nothing below can overflow
+        raise ValueError(f"the gaps add up to more than {n} units")
+    gaps = (gaps_of(ones) << k) | unpack_numbers(data[:low_bytes], count, k)
+    kept = torch.cumsum(gaps + 1, 0) - 1
+    if int(kept[-1]) >= n:
+        raise ValueError(f"the gaps add up to more than {n} units")
+    return kept

@@ -1,0 +1,116 @@
+"""What `spartan inspect FILE` prints: what is in a packed file, and how near its size is to the information bound."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from torch import nn
+
+from spartan.files import codes
+from spartan.files.load import Spec, load, open_file
+
+
+def bound_bytes(spec: Spec) -> float:
+    """The information bound of a stored tensor in bytes: over its units if it is packed, its own size if it is dense.
+
+    Values count in full: where their exponents are coded, the tensor can be smaller. N:M keeps n of every m: log₂ C(m, n)
+    bits a group, which is less than what H of its density gives.
+    """
+    bits = 8 * spec.dtype.itemsize
+    if spec.code is None:
+        return float(spec.nbytes)
+    if spec.code.name == "nm":
+        groups = spec.count // spec.code.m
+        return (spec.kept * bits + groups * codes.log2_choices(spec.code.m, spec.code.n)) / 8
+    unit = spec.code.h * spec.code.w
+    return codes.bound(spec.count // unit, spec.kept // unit, unit * bits) / 8
+
+
+def inspect(path: str | os.PathLike[str]) -> str:
+    r"""A page of text about a packed file, whose checksum and header have been checked; ValueError if it is damaged.
+
+    Example:
+        >>> import tempfile
+        >>> from spartan.files import save
+        >>> model = spartan.prune(torch.nn.Linear(1000, 1000), sparsity=0.95)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     size = save(model, f"{folder}/model.safetensors")
+        ...     text = inspect(f"{folder}/model.safetensors")
+        >>> print(text.split("\n\n")[1])
+        tensor    shape      dtype    code      kept    bytes    bound    over
+        weight    1000×1000  float32  gaps 4  5.000%  193,881  235,800  -17.8%
+        1 others  1,000                                 4,000    4,000   +0.0%
+    """
+    contents = open_file(path)
+    container, specs = contents.container, contents.specs
+    dense = sum(spec.nbytes for spec in specs.values())
+    bound = sum(map(bound_bytes, specs.values()))
+    reference = contents.architecture
+    facts = [
+        (
+            "file",
+            f"{path}: {container.size:,} bytes, format version {container.metadata['spartan.version']}, checksum good",
+        ),
+        ("architecture", json.dumps(reference) if reference else "not named: load needs the model"),
+        ("pattern", container.metadata.get("spartan.pattern", "not named")),
+        ("sparsity", _sparsity(container.metadata.get("spartan.sparsity", ""))),
+        ("dense", f"{dense:,} bytes, {dense / container.size:.2f} times the file"),
+        ("bound", f"{bound:,.0f} bytes if values are random bits; the file is {_over(container.size, bound)}"),
+    ]
+    facts += [("tied", f"{alias} is {name}") for alias, name in contents.aliases.items()]
+    rows = [["tensor", "shape", "dtype", "code", "kept", "bytes", "bound", "over"]]
+    small: list[Spec] = []
+    for name, spec in specs.items():
+        if len(spec.shape) < 2:
+            small.append(spec)
+            continue
+        kept = f"{spec.kept / max(1, spec.count):.3%}"
+        shape = "×".join(map(str, spec.shape))
+        code = "dense" if spec.code is None else str(spec.code) if spec.kept else "zero"
+        rows.append([name, shape, str(spec.dtype).removeprefix("torch."), code, kept, *_sizes([spec])])
+    if small:
+        count = f"{sum(spec.count for spec in small):,}"
+        rows.append([f"{len(small)} others", count, "", "", "", *_sizes(small)])
+    text = "\n".join([f"{key:<13} {value}" for key, value in facts] + ["", *_table(rows)])
+    # Names come from the file: nothing of them may steer a terminal.
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
+def inspect_kernels(path: str | os.PathLike[str], model: nn.Module | None = None, kernels: str = "auto") -> str:
+    """Which kernel runs each layer of the file's model on this machine, and why: a line for each.
+
+    The arguments are those of `load`; the layers are measured if they have not been before.
+    """
+    from spartan.inference.convert import accelerate, explain
+
+    fast = accelerate(load(path, model, kernels="dense"), kernels=kernels)
+    return "\n".join(map(str, explain(fast)))
+
+
+def _sizes(specs: list[Spec]) -> list[str]:
+    stored, bound = sum(spec.stored_bytes for spec in specs), sum(map(bound_bytes, specs))
+    return [f"{stored:,}", f"{bound:,.0f}", f"{stored / bound - 1:+.1%}" if bound else ""]
+
+
+def _over(size: int, bound: float) -> str:
+    ratio = size / max(1.0, bound) - 1
+    return f"{abs(ratio):.2%} {'larger' if ratio > 0 else 'smaller'}"
+
+
+def _sparsity(text: str) -> str:
+    try:
+        return f"{float(text):.4%} of the weights in tensors of 2 or more dimensions"
+    except ValueError:
+        return "not named"
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    left = 4  # names to the left, numbers to the right
+    return [
+        "  ".join(
+            c.ljust(n) if i < left else c.rjust(n) for i, (c, n) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,306 @@
+"""`spartan.load`: the model of a packed file, and `read`: its tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spartan.files import codes, format, nm
+from spartan.files.architecture import Unbuildable, build, differences
+from spartan.files.choose import Code, matrix
+from spartan.files.values import Squeezed, unsqueeze
+from spartan.files.values import check as check_code
+from spartan.targets import clean_name, unwrap
+
+KERNELS = ("auto", "dense", "sparse")
+# Zeros take next to no space, so that a file may be far smaller than its tensors; an honest one at 99.9% is 740 times.
+RATIO, ALWAYS = 1000, 64 << 20
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor of the file: how it is stored, and what it is when unpacked. `code` is None for a dense one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    code: Code | None
+    kept: int
+    index_bytes: int = 0
+    # coded values: their bytes, exponents and parameter
+    value_bytes: int = 0
+    exponents: tuple[int, ...] | None = None
+    k: int = 0
+    # where its plain values and its bytes begin, in entries of the tensors that hold everyone's
+    values_at: int = 0
+    bytes_at: int = 0
+
+    @property
+    def count(self) -> int:
+        """Entries when unpacked."""
+        return format.count_of(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes when unpacked."""
+        return self.count * self.dtype.itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes in the file."""
+        values = self.kept * self.dtype.itemsize if self.exponents is None else self.value_bytes
+        return values + self.index_bytes
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A packed file, read and checked, its tensors not unpacked yet."""
+
+    container: format.Container
+    specs: Mapping[str, Spec]
+    aliases: Mapping[str, str]
+    architecture: Mapping[str, Any] | None
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor by name, other names of the same tensor included."""
+        own = {name: spec.shape for name, spec in self.specs.items()}
+        return own | {alias: own[name] for alias, name in self.aliases.items()}
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    device: torch.device | str | None = None,
+    kernels: str = "auto",
+    *,
+    max_bytes: int | None = None,
+) -> nn.Module:
+    """The model of a file that `spartan.save` wrote.
+
+    Args:
+        path: the file. A damaged or foreign one is a ValueError, and `model` is then as it was.
+        model: the model to load the weights into, in place; it keeps its own dtypes and memory format. None: a new one,
+            in the file's dtypes and in eval mode, if the file says which.
+        device: where the model goes; None: where it is (a new one: the CPU).
+        kernels: `"auto"`: layers run sparse kernels where they are measured to be faster on this machine; `"sparse"`:
+            wherever there is one; the result is then a copy of the model for inference. `"dense"`: nowhere, and the
+            result is the model itself.
+        max_bytes: the most memory that the unpacked tensors may take; None: 1,000 times the file's size, or 64 MiB if
+            that is more. With a model no limit is needed: the shapes must be its own.
+
+    Example:
+        >>> import tempfile
+        >>> from spartan.files import save
+        >>> model = spartan.prune(torch.nn.Linear(100, 100), sparsity=0.9)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     size = save(model, f"{folder}/model.safetensors")
+        ...     twin = load(f"{folder}/model.safetensors", torch.nn.Linear(100, 100), kernels="dense")
+        >>> torch.equal(twin.weight, model.weight)
+        True
+    """
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels={kernels!r}; one of {', '.join(map(repr, KERNELS))} is needed")
+    if model is not None and not isinstance(model, nn.Module):
+        raise ValueError(f"model is {type(model).__name__}, not a torch.nn.Module")
+    contents = open_file(path)
+    if model is None:
+        check_memory(contents, max_bytes)
+        model = _build(contents)
+    names = {clean_name(name): name for name in unwrap(model).state_dict()}
+    _check_fit(contents, unwrap(model))
+    tensors = unpack_all(contents)
+    unwrap(model).load_state_dict({names[name]: tensor for name, tensor in tensors.items()})
+    if device is not None:
+        model.to(device)
+    if kernels == "dense":
+        return model
+    from spartan.inference.convert import accelerate
+
+    return accelerate(model, kernels=kernels, device=device)
+
+
+def read(path: str | os.PathLike[str], *, max_bytes: int | None = None) -> dict[str, Tensor]:
+    """The tensors of a file that `spartan.save` wrote, by name, dense, on the CPU; ValueError if it is damaged.
+
+    `max_bytes` is as for `load`.
+    """
+    contents = open_file(path)
+    check_memory(contents, max_bytes)
+    return unpack_all(contents)
+
+
+# ---------------------------------------------------------------------- what the file claims
+
+
+def open_file(path: str | os.PathLike[str]) -> Contents:
+    """Read and check a file: its checksum, and everything that its header says, before any tensor is unpacked."""
+    with torch.device("cpu"):  # whatever the default is
+        container = format.read(Path(path))
+    try:
+        return _contents(container)
+    except ValueError as error:
+        raise ValueError(f"{path}: is damaged: {error}") from None
+
+
+def _contents(container: format.Container) -> Contents:
+    specs: dict[str, Spec] = {}
+    # How much of each pool the tensors so far take: their places are nowhere but in their order.
+    used = {name: 0 for name in container.entries if name == format.BYTES or name.startswith(format.VALUES)}
+    for name, item in format.parse_metadata(container, "spartan.tensors").items():
+        try:
+            specs[name] = _spec(item, used)
+        except ValueError as error:
+            raise ValueError(f"{ascii(name)[:80]} is malformed ({str(error)[:120]})") from None
+    for name, entry in container.entries.items():
+        count = format.count_of(entry.shape)
+        if name in used:
+            own = torch.uint8 if name == format.BYTES else format.DTYPES.get(name.removeprefix(format.VALUES))
+            if entry.shape != (used[name],) or entry.dtype != own:
+                raise ValueError(f"{ascii(name)[:80]} is not what the packed tensors need")
+        elif name in specs:
+            raise ValueError(f"{ascii(name)[:80]} is there twice, packed and dense")
+        else:
+            specs[name] = Spec(entry.shape, entry.dtype, None, count)
+    aliases = format.parse_metadata(container, "spartan.aliases")
+    for alias, name in aliases.items():
+        if alias in specs or not isinstance(name, str) or name not in specs:
+            raise ValueError(f"{ascii(alias)[:80]} is said to be another name of a tensor that is not there")
+    return Contents(container, specs, aliases, format.parse_metadata(container, "spartan.architecture") or None)
+
+
+def _spec(item: Any, used: dict[str, int]) -> Spec:
+    """How a packed tensor is stored, every number within what its shape allows; `used` goes on by what it takes."""
+    if not isinstance(item, list) or len(item) not in (5, 8):
+        raise ValueError("it has no code, shape, dtype and counts")
+    text, shape, dtype_name, kept, index_bytes, value_bytes, k, exponents = (
+        item if len(item) == 8 else [*item, 0, 0, None]
+    )
+    code, total = Code.parse(text), format.count_of(shape)
+    dtype = format.DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+    pool = f"{format.VALUES}{dtype_name}"
+    if dtype is None or format.BYTES not in used or (pool not in used and len(item) == 5):
+        raise ValueError("its values are not there")
+    if len(item) == 8:
+        exponents, k = check_code(exponents, k, dtype)
+    if not all(type(number) is int and number >= 0 for number in (kept, index_bytes, value_bytes)):
+        raise ValueError("its counts are no numbers")
+    if code.name == "nm":
+        nm.check(code.n, code.m)
+        fits = total % code.m == 0 and kept == total // code.m * code.n and (len(shape) > 1 or not code.inputs_last)
+    else:
+        rows, columns = matrix(shape)
+        h, w = code.h, code.w
+        fits = min(h, w) > 0 and rows % h == columns % w == kept % (h * w) == 0 and kept <= total
+    if not fits:
+        raise ValueError("its values do not go with its shape")
+    at = used.get(pool, 0), used[format.BYTES]
+    if exponents is None:
+        used[pool] += kept
+    used[format.BYTES] += index_bytes + value_bytes
+    return Spec(tuple(shape), dtype, code, kept, index_bytes, value_bytes, exponents, k, *at)
+
+
+def check_memory(contents: Contents, max_bytes: int | None) -> None:
+    """Refuse to unpack what no file of this size should hold."""
+    needed = sum(spec.nbytes for spec in contents.specs.values())
+    size = contents.container.size
+    limit = max(RATIO * size, ALWAYS) if max_bytes is None else max_bytes
+    if needed > limit:
+        raise ValueError(
+            f"{contents.container.path}: {size:,} bytes claim to be {needed:,} when unpacked, and max_bytes is {limit:,}; "
+            "if you trust the file, pass a larger max_bytes, or the model"
+        )
+
+
+def _check_fit(contents: Contents, model: nn.Module) -> None:
+    """Refuse a file whose tensors are not the model's."""
+    state = {clean_name(name): tensor for name, tensor in model.state_dict().items()}
+    path = contents.container.path
+    difference = differences({name: tuple(t.shape) for name, t in state.items()}, contents.shapes)
+    if difference:
+        raise ValueError(f"{path} does not fit the model, which {difference}")
+    for name, tensor in state.items():
+        dtype = contents.specs[contents.aliases.get(name, name)].dtype
+        if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
+            raise ValueError(
+                f"{path} does not fit the model, which has {name} in {tensor.dtype}, and the file in {dtype}"
+            )
+
+
+def _build(contents: Contents) -> nn.Module:
+    """The model that the file refers to, in the file's dtypes."""
+    path, reference = contents.container.path, contents.architecture
+    if reference is None:
+        raise ValueError(f"{path} does not say which model its weights belong to; pass it: load({str(path)!r}, model)")
+    try:
+        model = build(reference, contents.shapes)
+    except Unbuildable as error:
+        raise ValueError(f"{path}: {error}; build the model and pass it: load({str(path)!r}, model)") from None
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensor.data = tensor.data.to(contents.specs[contents.aliases.get(name, name)].dtype)
+    return model.eval()
+
+
+# ---------------------------------------------------------------------- unpacking
+
+
+def unpack_all(contents: Contents) -> dict[str, Tensor]:
+    """Every tensor of the file; other names of a tensor give the same one."""
+    container, tensors = contents.container, {}
+    for name, spec in contents.specs.items():
+        try:
+            if spec.code is None:
+                tensors[name] = container.tensor(name)
+            else:
+                index = container.flat(format.BYTES, spec.bytes_at, spec.index_bytes)
+                with torch.device("cpu"):
+                    tensors[name] = unpack(spec.shape, spec.code, _values(container, spec), index)
+        except ValueError as error:
+            raise ValueError(f"{container.path}: is damaged: {ascii(name)[:80]}: {error}") from None
+    return tensors | {alias: tensors[name] for alias, name in contents.aliases.items()}
+
+
+def _values(container: format.Container, spec: Spec) -> Tensor:
+    """The kept entries of a packed tensor."""
+    if spec.exponents is None:
+        return container.flat(f"{format.VALUES}{format.dtype_name(spec.dtype)}", spec.values_at, spec.kept)
+    data = container.flat(format.BYTES, spec.bytes_at + spec.index_bytes, spec.value_bytes)
+    return unsqueeze(Squeezed(spec.exponents, spec.k, data), spec.dtype, spec.kept)
+
+
+def unpack(shape: tuple[int, ...], code: Code, values: Tensor, index: Tensor) -> Tensor:
+    """The dense tensor of a code: the inverse of `pack`. ValueError where the index does not go with the rest.
+
+    Example:
+        >>> from spartan.files.pack import pack
+        >>> x = torch.randn(100, 100) * (torch.rand(100, 100) < 0.1)
+        >>> packed = pack(x)
+        >>> torch.equal(unpack(packed.shape, packed.code, packed.values, packed.index), x)
+        True
+    """
+    total = format.count_of(shape)
+    bits = format.as_bits(values)
+    if code.name == "nm":
+        kept = nm.decode(index, total, code.n, code.m)
+        flat = torch.zeros(total, dtype=bits.dtype).index_copy_(0, kept, bits)
+        if code.inputs_last:
+            flat = flat.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()
+        return flat.view(values.dtype).reshape(shape)
+    units, count = total // (code.h * code.w), bits.numel() // (code.h * code.w)
+    is_mask = code.name == "mask"
+    kept = codes.decode_mask(index, units, count) if is_mask else codes.decode_gaps(index, units, count, code.k)
+    flat = torch.zeros(total, dtype=bits.dtype)
+    if code.h == code.w == 1:
+        flat.index_copy_(0, kept, bits)
+    else:
+        rows, columns = matrix(shape)
+        across = columns // code.w
+        blocks = flat.view(rows // code.h, code.h, across, code.w)
+        blocks[kept // across, :, kept % across] = bits.reshape(count, code.h, code.w)
+    return flat.view(values.dtype).reshape(shape)

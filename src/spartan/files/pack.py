@@ -1,0 +1,244 @@
+"""`spartan.save`: a model in one file, sparse tensors packed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spartan.files import codes, format, nm
+from spartan.files.architecture import reference_of
+from spartan.files.choose import HEADER_BYTES, Code, choose, matrix
+from spartan.files.values import Squeezed, squeeze
+from spartan.patterns import Block, Pattern, Unstructured, check_pattern
+from spartan.targets import clean_name, unwrap
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor in a code: its shape, the entries it keeps, and the bytes that say where they go."""
+
+    shape: tuple[int, ...]
+    code: Code
+    values: Tensor
+    index: Tensor
+    squeezed: Squeezed | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and index in the file."""
+        return (self.values.nbytes if self.squeezed is None else self.squeezed.data.nbytes) + self.index.nbytes
+
+
+def save(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    *,
+    pattern: Pattern | None = None,
+    architecture: str | Mapping[str, Any] | None = None,
+) -> int:
+    """Write a model's state to one `.safetensors` file; the size of the file in bytes.
+
+    Each tensor is stored dense or in the code that is smallest for it. Only entries that are +0.0 are left out, so that
+    reading it gives every bit back. The model may be attached to a sparsifier: it holds the sparse weights.
+
+    Args:
+        model: the model; DDP and torch.compile around it are taken off.
+        path: the file; an old one stays as it is until the new one is safely on the disk.
+        dtype: float32, bfloat16 or float16: what to store every floating-point tensor in. None: each in its own.
+        pattern: the pattern the model was trained with, if the smallest code should not be left to be found.
+        architecture: what `load` needs to build the model by itself: a name (`torchvision/resnet50`, `timm/…`,
+            `digits-cnn`, …), or a dict with `model` and any of `classes`, `shape` (of an image) and `args`. None: timm's
+            models are recognised; others have to be passed to `load`.
+
+    Example:
+        >>> import tempfile
+        >>> model = spartan.prune(torch.nn.Linear(1000, 1000, bias=False), sparsity=0.95)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     size = save(model, f"{folder}/model.safetensors")
+        >>> round(size / 4_000_000, 3)
+        0.049
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {type(model).__name__}, not a torch.nn.Module")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}; {', '.join(map(str, DTYPES))} or None is needed")
+    if pattern is not None:
+        check_pattern(pattern)
+    model = unwrap(model)
+    _check_model(model)
+    state, aliases = state_of(model)
+    reference = reference_of(model, architecture, {name: tuple(t.shape) for name, t in state.items()})
+    tensors: dict[str, Tensor] = {}
+    packed: dict[str, Packed] = {}
+    zeros = weights = 0
+    for name, tensor in state.items():
+        if name in aliases:
+            continue
+        x = _plain(name, tensor, dtype)
+        with torch.device("cpu"):  # whatever the default is
+            found = pack(x, pattern)
+        if found is None:
+            tensors[name] = x
+        else:
+            packed[name] = found
+        if x.ndim > 1 and x.is_floating_point():
+            weights += x.numel()
+            zeros += x.numel() - int(torch.count_nonzero(format.as_bits(x if found is None else found.values)))
+    metadata = {
+        "format": "pt",
+        "spartan.version": str(format.VERSION),
+        "spartan.sparsity": f"{zeros / max(1, weights):.6g}",
+        "spartan.pattern": repr(pattern) if pattern is not None else _found(packed),
+        "spartan.tensors": _json({name: _spec(x) for name, x in packed.items()}),
+    }
+    metadata |= {"spartan.aliases": _json(aliases)} if aliases else {}
+    metadata |= {"spartan.architecture": _json(reference)} if reference else {}
+    with torch.device("cpu"):
+        return format.write(Path(path), tensors | _pools(packed), metadata)
+
+
+def state_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The model's tensors by name, and which names stand for the same tensor as an earlier one."""
+    state: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for full_name, tensor in model.state_dict().items():
+        name = clean_name(full_name)
+        _check(name, tensor)
+        if tensor.numel():
+            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if first.setdefault(place, name) != name:
+                aliases[name] = first[place]
+        state[name] = tensor
+    return state, aliases
+
+
+def pack(x: Tensor, pattern: Pattern | None = None) -> Packed | None:
+    """A contiguous CPU tensor in its smallest code; None if that is to leave it dense.
+
+    Example:
+        >>> x = torch.zeros(64, 64)
+        >>> x[::8] = 1.0
+        >>> packed = pack(x)
+        >>> str(packed.code), packed.values.numel(), packed.index.numel()
+        ('gaps 2 1x64', 512, 4)
+    """
+    bits = format.as_bits(x)
+    chosen = choose(bits != 0, _bytes_each(bits.reshape(-1), x.dtype), x.nbytes, pattern)
+    packed = None if chosen is None else _packed(x, bits, *chosen)
+    return packed if packed is not None and packed.nbytes + HEADER_BYTES < x.nbytes else None
+
+
+def _bytes_each(bits: Tensor, dtype: torch.dtype) -> float:
+    """About what a kept value takes in the file, from a sample of them."""
+    sample = bits[:: max(1, bits.numel() // 65_536)]
+    values = sample[sample != 0].view(dtype)
+    squeezed = squeeze(values)
+    return float(dtype.itemsize) if squeezed is None else squeezed.data.numel() / values.numel()
+
+
+def _packed(x: Tensor, bits: Tensor, code: Code, kept: Tensor) -> Packed:
+    """A tensor in a code that `choose` gave, with what it keeps."""
+    shape = tuple(x.shape)
+    if code.name == "nm":
+        index, kept = nm.encode(kept, code.n, code.m)
+        source = bits.movedim(1, -1) if code.inputs_last else bits
+        values = source.reshape(-1).index_select(0, kept).view(x.dtype)
+        return Packed(shape, code, values, index, squeeze(values))
+    rows, columns = matrix(shape)
+    if code.h == code.w == 1:
+        values = bits.reshape(-1).index_select(0, kept)
+    else:
+        across = columns // code.w
+        blocks = bits.reshape(rows // code.h, code.h, across, code.w)
+        values = blocks[kept // across, :, kept % across].reshape(-1)
+    if code.name == "mask":
+        index = codes.encode_mask(kept, x.numel() // (code.h * code.w))
+    else:
+        index = codes.encode_gaps(codes.gaps_of(kept), code.k)
+    return Packed(shape, code, values.view(x.dtype), index, squeeze(values.view(x.dtype)))
+
+
+def _spec(packed: Packed) -> list[Any]:
+    """What the header says about a packed tensor."""
+    dtype = format.dtype_name(packed.values.dtype)
+    spec = [str(packed.code), list(packed.shape), dtype, packed.values.numel(), packed.index.numel()]
+    coded = packed.squeezed
+    return spec if coded is None else [*spec, coded.data.numel(), coded.k, list(coded.exponents)]
+
+
+def _pools(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
+    """What all packed tensors need: their plain values, by dtype, and their bytes, as one tensor each."""
+    pools: dict[str, list[Tensor]] = {}
+    for x in packed.values():
+        pools.setdefault(format.BYTES, []).append(x.index)
+        if x.squeezed is not None:
+            pools[format.BYTES].append(x.squeezed.data)
+        else:
+            pools.setdefault(f"{format.VALUES}{format.dtype_name(x.values.dtype)}", []).append(format.as_bits(x.values))
+    dtypes = {f"{format.VALUES}{name}": dtype for name, dtype in format.DTYPES.items()} | {format.BYTES: torch.uint8}
+    return {name: torch.cat(parts).view(dtypes[name]) for name, parts in pools.items()}
+
+
+def _found(packed: Mapping[str, Packed]) -> str:
+    """The pattern of the packed weights, if it is one and the same."""
+    weights = [x for x in packed.values() if len(x.shape) > 1 and x.values.numel()]
+    kinds = {_pattern(x.code) for x in weights}
+    return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "dense"
+
+
+def _pattern(code: Code) -> str:
+    if code.name == "nm":
+        return f"NM(n={code.n}, m={code.m})"
+    return repr(Unstructured() if code.h == code.w == 1 else Block(code.h, code.w))
+
+
+def _json(what: object) -> str:
+    return json.dumps(what, separators=(",", ":"), ensure_ascii=False)
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse a copy made for inference, whose layers are merged and hold their weights in the kernels' own form."""
+    if any(type(module).__module__.startswith("spartan.inference.") for module in model.modules()):
+        raise ValueError("the model runs sparse kernels: it is a copy made by load; save the model it was made from")
+
+
+def _check(name: str, tensor: object) -> None:
+    """Refuse what cannot be stored, with the remedy."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(
+            f"{name} is {type(tensor).__name__}, not a tensor; a file without pickle holds tensors only: "
+            "keep it apart from the model's state"
+        )
+    if name == "__metadata__" or name == format.BYTES or name.startswith(format.VALUES):
+        raise ValueError(f"a tensor cannot have the name {name}, which the file format uses itself; rename it")
+    if tensor.is_meta:
+        raise ValueError(f"{name} is on the meta device and has no values to save")
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout is not torch.strided:
+        kind = type(tensor).__name__ if tensor.layout is torch.strided else str(tensor.layout)
+        raise ValueError(f"{name} is a {kind}; a plain dense tensor is needed (full_tensor() or to_dense() gives one)")
+    if tensor.is_quantized or format.dtype_name(tensor.dtype) is None:
+        raise ValueError(f"{name} has dtype {tensor.dtype}, for which safetensors has no word; convert it first")
+
+
+def _plain(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The tensor in row-major order on the CPU, in the dtype asked for."""
+    x = tensor.detach().to("cpu")
+    # Conjugated and negated views are resolved, or their memory would be stored.
+    x = x.resolve_conj().resolve_neg().contiguous()
+    if dtype is None or dtype == x.dtype or not x.is_floating_point() or x.dtype.itemsize < 2:
+        return x
+    cast = x.to(dtype)
+    if dtype == torch.float16 and bool((cast.isinf() & ~x.isinf()).any()):
+        raise ValueError(f"dtype=torch.float16: {name} has values beyond ±65,504; use torch.bfloat16")
+    return cast

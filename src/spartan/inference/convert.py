@@ -1,0 +1,302 @@
+"""Turn a sparse model into one that runs fast: layers on sparse kernels where they win on this machine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from spartan.inference import patches, pool
+from spartan.inference.attention import Attention, convertible
+from spartan.inference.cpu.choice import choose, sparse_layer
+from spartan.inference.cpu.ops import DTYPES as _CPU_DTYPES
+from spartan.inference.fuse import fuse, plain_conv, plain_linear
+from spartan.inference.gpu import choice as gpu
+from spartan.inference.gpu.ops import DTYPES as _GPU_DTYPES
+from spartan.inference.runtime import DenseConv2d, DenseLinear, InferenceLayer, SparseLinear
+
+M = TypeVar("M", bound=nn.Module)
+# Shape and type of what a layer is given.
+Seen = tuple[tuple[int, ...], torch.dtype]
+KERNELS = ("auto", "dense", "sparse")
+_LAUNCHES = "called as it is, the dense model is launched sooner; for a CUDA graph use kernels='sparse'"
+# Shapes to measure at where no example inputs say which: a few hundred tokens (on a GPU, some thousands), an image of middle
+# size.
+_TOKENS, _GPU_TOKENS, _SIDE = 256, 8192, 28
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What runs one layer, and why."""
+
+    layer: str
+    kernel: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.layer}: {self.kernel} ({self.why})"
+
+
+def accelerate(
+    model: M,
+    kernels: str = "auto",
+    device: torch.device | str | None = None,
+    example_inputs: Tensor | Sequence[Any] | Mapping[str, Any] | None = None,
+) -> M:
+    """A copy of the model, for inference, whose linear layers, convolutions and attention run sparse kernels where they win.
+
+    Batch norms, activations and residual sums become part of the layer before them where the model's graph allows. Each
+    layer's candidates are timed once and the answer kept on disk; `explain` tells what was chosen. The copy computes the
+    same function up to rounding, has no gradients and cannot be trained. The model given is left as it is.
+
+    Args:
+        model: with zeros in its weights; float32 or bfloat16, on a GPU also float16.
+        kernels: "auto" takes what is fastest on this machine, "sparse" a sparse kernel wherever there is a zero and a
+            kernel, "dense" leaves every layer as it is.
+        device: where the copy shall run; by default where the model is. There are sparse kernels for the CPU and, of linear
+            layers and attention, for CUDA devices.
+        example_inputs: one call's inputs (a tensor, a tuple of arguments, or a dict of keyword arguments). Layers are timed
+            at the shapes seen in it, and the copy is checked against the model on it. Without them layers are timed at 256
+            tokens (on a GPU 8192) or images of 28×28.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+        >>> fast = accelerate(spartan.prune(model, 0.95), kernels="sparse")
+        >>> x = torch.randn(8, 64)
+        >>> bool(torch.allclose(fast(x), model(x), atol=1e-4))
+        True
+        >>> [line.layer for line in explain(fast)]
+        ['0', '2']
+    """
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels={kernels!r}; one of {', '.join(map(repr, KERNELS))} is needed")
+    fast = copy.deepcopy(model).eval().requires_grad_(False)
+    if device is not None:
+        fast = fast.to(device)
+    on = {p.device.type for p in fast.parameters()} or {"cpu"}
+    if kernels == "dense" or on not in ({"cpu"}, {"cuda"}):
+        if kernels == "sparse":
+            raise ValueError(
+                "kernels='sparse': there are sparse kernels for the CPU and for CUDA devices; "
+                f"the model is on {', '.join(sorted(on))}"
+            )
+        return fast
+    holder = nn.ModuleDict({"model": fast})  # so that a model which is one layer has a parent, too
+    before = None if example_inputs is None else _call(fast, example_inputs)
+    fuse(fast)
+    given = _expose(holder)
+    shapes = {} if example_inputs is None else _shapes(holder, example_inputs)
+    for name, layer in list(holder.named_modules()):
+        if isinstance(layer, DenseLinear | DenseConv2d):
+            _decide(holder, name, layer, shapes.get(id(layer)), kernels)
+    _give_back(holder, given, shapes)
+    fast = holder["model"]  # type: ignore[assignment]
+    if before is not None:
+        _compare(before, _call(fast, example_inputs))
+    if kernels == "auto" and on == {"cuda"} and before is not None and _is_sparse(fast):
+        plain = copy.deepcopy(model).eval().requires_grad_(False).to(next(fast.buffers()).device)
+        if not gpu.pays(lambda: _call(fast, example_inputs), lambda: _call(plain, example_inputs)):
+            for layer in plain.modules():
+                layer.chosen = _LAUNCHES  # type: ignore[assignment]
+            return plain
+    return fast
+
+
+def explain(model: nn.Module) -> list[Explanation]:
+    """What runs each layer of an accelerated model, and why.
+
+    Example:
+        >>> layer = spartan.prune(torch.nn.Linear(64, 64), 0.9)
+        >>> str(explain(accelerate(layer, kernels="dense"))[0])
+        'the model: dense (as it was given)'
+    """
+    found = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, InferenceLayer):
+            found.append(Explanation(name or "the model", layer.kernel, layer.why))
+        elif isinstance(layer, nn.Linear | nn.Conv2d):
+            found.append(Explanation(name or "the model", "dense", getattr(layer, "chosen", "as it was given")))
+        elif isinstance(layer, nn.MultiheadAttention):
+            why = getattr(layer, "chosen", "") or convertible(layer) or "as it was given"
+            found.append(Explanation(name or "the model", "dense", why))
+    return found
+
+
+def _expose(holder: nn.ModuleDict) -> dict[str, Any]:
+    """Every layer with zeros as a `DenseLinear` or `DenseConv2d`, which a sparse one may then replace.
+
+    Returns what `_give_back` needs: the attention and convolutions that were there, and the fused paths that were
+    switched off.
+    """
+    given: dict[str, Any] = {}
+    gpu_model = any(map(_on_gpu, holder.state_dict().values()))
+    for name, module in list(holder.named_modules()):
+        parent, _, last = name.rpartition(".")
+        layer: nn.Module | None = None
+        if isinstance(module, nn.TransformerEncoderLayer):
+            given[name] = module.activation_relu_or_gelu
+            module.activation_relu_or_gelu = 0  # its fused path reads weights that are no longer there
+        if type(module) is nn.MultiheadAttention and not convertible(module) and _zeros(module.in_proj_weight):
+            given[name], layer = module, Attention(module)
+        elif (
+            isinstance(module, nn.Linear) and plain_linear(module) and _zeros(module.weight) and _owned(holder, parent)
+        ):
+            layer = DenseLinear(module.weight, module.bias)
+        elif isinstance(module, nn.Conv2d) and (conv := plain_conv(module)):
+            dense = DenseConv2d(module.weight, module.bias, conv)
+            if gpu_model and _as_patches(dense):
+                given[name], layer = module, patches.PatchConv(dense)
+            elif _zeros(module.weight):
+                layer = dense
+        elif gpu_model and isinstance(module, DenseConv2d) and _as_patches(module):
+            given[name], layer = module, patches.PatchConv(module)
+        elif isinstance(module, nn.MaxPool2d) and pool.convertible(module) and not gpu_model:
+            layer = pool.MaxPool(module)
+        if layer is not None:
+            setattr(holder.get_submodule(parent), last, layer)
+    return given
+
+
+def _as_patches(conv: DenseConv2d) -> bool:
+    return patches.convertible(conv.conv) and conv.activation == "none" and _known(conv.weight)
+
+
+def _is_sparse(model: nn.Module) -> bool:
+    return any(isinstance(module, SparseLinear) for module in model.modules())
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _give_back(holder: nn.ModuleDict, given: dict[str, Any], shapes: Mapping[int, Seen]) -> None:
+    """On a GPU, attention and transformer layers without a sparse kernel as they were: torch's fused paths are faster.
+
+    Convolutions as well, where patches are no gain.
+    """
+    for name, was in given.items():
+        module = holder.get_submodule(name)
+        if isinstance(module, patches.PatchConv):
+            seen = shapes.get(id(module))
+            wins, times = (False, "") if seen is None else patches.faster(module, was, *seen)
+            if wins:
+                module.linear.why = times if module.linear.kernel == "dense" else f"{module.linear.why}; {times}"
+            else:
+                parent, _, last = name.rpartition(".")
+                setattr(holder.get_submodule(parent), last, was)
+            continue
+        if not all(map(_on_gpu, module.state_dict().values())) or any(
+            isinstance(part, SparseLinear) for part in module.modules()
+        ):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = was
+        elif isinstance(module, Attention):
+            parent, _, last = name.rpartition(".")
+            was.chosen = f"projections: {module.in_proj.why}"
+            setattr(holder.get_submodule(parent), last, was)
+
+
+def _owned(holder: nn.ModuleDict, parent: str) -> bool:
+    """False inside attention that stays as it is: it reads its output projection's weight itself."""
+    return not isinstance(holder.get_submodule(parent), nn.MultiheadAttention)
+
+
+def _known(weight: Tensor) -> bool:
+    return weight.dtype in (_GPU_DTYPES if _on_gpu(weight) else _CPU_DTYPES)
+
+
+def _zeros(weight: Tensor) -> bool:
+    # Fewer than this cannot pay.
+    return _known(weight) and float((weight == 0).float().mean()) >= 0.3
+
+
+def _decide(
+    holder: nn.ModuleDict,
+    name: str,
+    layer: DenseLinear | DenseConv2d,
+    seen: Seen | None,
+    kernels: str,
+) -> None:
+    if not _zeros(layer.weight):
+        layer.why = f"{float((layer.weight == 0).float().mean()):.1%} zeros: too few"
+        return
+    parent_name, _, last = name.rpartition(".")
+    parent = holder.get_submodule(parent_name)
+    conv = isinstance(layer, DenseConv2d)
+    tokens = _GPU_TOKENS if _on_gpu(layer.weight) else _TOKENS
+    shape: tuple[int, ...] = (
+        (1, layer.conv.channels, _SIDE, _SIDE) if isinstance(layer, DenseConv2d) else (tokens, layer.in_features)
+    )
+    shape, dtype = seen or (shape, layer.weight.dtype)
+    if dtype not in (_GPU_DTYPES if _on_gpu(layer.weight) else _CPU_DTYPES):
+        layer.why = f"no kernel for {dtype}"
+        return
+    chosen: InferenceLayer
+    if _on_gpu(layer.weight):
+        if isinstance(layer, DenseConv2d):
+            layer.why = "no sparse convolution for CUDA devices"
+            return
+        on_gpu, why = gpu.choose(layer, shape, dtype, kernels)
+        chosen = layer if on_gpu is None else gpu.build(layer, on_gpu)
+    else:
+        shape = (1, *shape) if conv and len(shape) == 3 else shape
+        kernel, why = choose(
+            layer, shape, dtype, kernels, parts=3 if isinstance(parent, Attention) and last == "in_proj" else 1
+        )
+        chosen = layer if kernel is None else sparse_layer(layer, kernel)
+    chosen.why = why if seen else f"{why}; without example inputs"
+    setattr(parent, last, chosen)
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    with torch.inference_mode():
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
+
+
+def _shapes(holder: nn.ModuleDict, inputs: Any) -> dict[int, Seen]:
+    """Shape and type of what each layer is given when the model is called; the first call counts."""
+    seen: dict[int, Seen] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor):
+            seen.setdefault(id(module), (tuple(args[0].shape), args[0].dtype))
+
+    layers = [m for m in holder.modules() if isinstance(m, DenseLinear | DenseConv2d | patches.PatchConv)]
+    handles = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        _call(holder["model"], inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [tensor for part in values for tensor in _tensors(part)]
+
+
+def _compare(before: Any, after: Any) -> None:
+    """The copy must do what the model does: guards against models that use their layers in ways not foreseen here."""
+    for a, b in zip(_tensors(before), _tensors(after), strict=True):
+        if not a.is_floating_point() or a.numel() == 0:
+            continue
+        # TF32, where the model was run in it, has 11 bits.
+        exact = a.dtype == torch.float32 and (not a.is_cuda or torch.get_float32_matmul_precision() == "highest")
+        bound = 1e-3 if exact else 5e-2
+        scale = a.float().abs().nan_to_num(0, 0, 0).max()
+        gap = (a.float() - b.float()).abs().nan_to_num(0, 0, 0).max()
+        if a.shape != b.shape or gap > bound * scale:
+            raise RuntimeError(
+                f"the accelerated model's output differs from the model's by {float(gap):.3g} "
+                f"(largest value {float(scale):.3g}) on example_inputs; use kernels='dense', and please report the model"
+            )

@@ -1,0 +1,189 @@
+"""Which kernel runs a layer: a few are timed at the layer's own shape, and the answer is kept on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from spartan.inference.cpu.library import cache_folder, library, status
+from spartan.inference.runtime import (
+    DenseConv2d,
+    DenseLinear,
+    Kernel,
+    SparseConv2d,
+    SparseLinear,
+    name_of,
+)
+
+ROUNDS, WARM_UP, LEAST_SECONDS, MOST_ROUNDS = 7, 2, 0.1, 40
+# Rough rates relative to the best kernel, set by hand after timings on one AVX-512 processor: they only decide which three
+# kernels are timed.
+_RATE: dict[tuple[str, int], float] = {
+    **{("rows", 8): 0.8, ("rows", 16): 1.0, ("rows", 32): 1.0, ("rows", 64): 1.0},
+    **{("lanes", 1): 0.35, ("lanes", 2): 0.5, ("lanes", 4): 0.75, ("lanes", 8): 0.85},
+}
+_RUN_RATE = {8: 1.0, 4: 0.9, 1: 0.75}
+DENSE_ABOVE = 0.7  # with this share of the weight left to multiply, no kernel is worth timing
+
+
+def candidates(layer: DenseLinear | DenseConv2d, parts: int = 1) -> list[tuple[Kernel, float]]:
+    """Kernels that may suit the weight's zeros, the most promising first, each with the share of the weight it stores.
+
+    `parts`: the layer's outputs are also asked for in that many equal parts, which groups of rows must not straddle.
+    """
+    weight = layer.weight.reshape(len(layer.weight), -1) != 0
+    outputs = len(weight)
+    conv = isinstance(layer, DenseConv2d)
+    parts *= layer.conv.groups if isinstance(layer, DenseConv2d) else 1
+    shapes: list[Kernel] = [("lanes", h, 1) for h in (1, 2, 4, 8)]
+    if not conv:
+        shapes += [("rows", h, g) for h in (8, 16, 32, 64) for g in (8, 4, 1)]
+    found = []
+    for kind, h, g in shapes:
+        if (h > 1 and h > outputs) or (parts > 1 and (outputs // parts) % h):
+            continue
+        share = _share(weight, h, g)
+        rate = _RATE[kind, h] * (_RUN_RATE[g] if kind == "rows" else 1.0)
+        found.append((share / rate, (kind, h, g), share))
+    found.sort()
+    return [(kernel, share) for _, kernel, share in found[:3]]
+
+
+def _share(nonzero: Tensor, h: int, g: int) -> float:
+    outputs, inputs = nonzero.shape
+    padded = nn.functional.pad(nonzero, (0, -inputs % g, 0, -outputs % h)).reshape(-1, h, inputs + -inputs % g)
+    runs = padded.any(1).reshape(len(padded), -1, g).any(2)
+    return int(runs.sum()) * h * g / nonzero.numel()
+
+
+def choose(
+    layer: DenseLinear | DenseConv2d, shape: tuple[int, ...], dtype: torch.dtype, kernels: str, parts: int = 1
+) -> tuple[Kernel | None, str]:
+    """The kernel for a layer and the reason, in a few words; None is torch's dense product.
+
+    Args:
+        layer: holds the weight.
+        shape: of the input.
+        dtype: of the input.
+        kernels: "auto", or "sparse" to leave the dense product out.
+        parts: see `candidates`.
+    """
+    zeros = 1.0 - float((layer.weight != 0).float().mean())
+    if kernels == "auto" and library() is None:
+        return None, f"{zeros:.1%} zeros; {status()}"
+    options = candidates(layer, parts)
+    if kernels == "auto":
+        options = [option for option in options if option[1] <= DENSE_ABOVE]
+        if not options:
+            return None, f"{zeros:.1%} zeros: too few, or too scattered for any kernel"
+    if library() is None:
+        return options[0][0], f"{zeros:.1%} zeros; {status()}"
+    key = _key(layer, shape, dtype, kernels, options)
+    times = remember().get(key)
+    if times is None:
+        times = _measure(layer, shape, dtype, kernels, [kernel for kernel, _ in options])
+        remember(key, times)
+    named: dict[str, Kernel | None] = {name_of(kernel): kernel for kernel, _ in options}
+    named["dense"] = None
+    best = min(times, key=lambda name: times[name])
+    return named[best], reason(zeros, shape, times)
+
+
+def reason(zeros: float, shape: tuple[int, ...], times: dict[str, float]) -> str:
+    """Why the fastest was chosen: every time that was measured.
+
+    Example:
+        >>> reason(0.9, (8, 64), {"dense": 0.002, "rows 16×8": 0.001})
+        '90.0% zeros, input 8×64: rows 16×8 1 ms, dense 2 ms'
+    """
+    rest = ", ".join(f"{name} {1e3 * t:.3g} ms" for name, t in sorted(times.items(), key=lambda item: item[1]))
+    return f"{zeros:.1%} zeros, input {'×'.join(map(str, shape))}: {rest}"
+
+
+def sparse_layer(layer: DenseLinear | DenseConv2d, kernel: Kernel) -> SparseLinear | SparseConv2d:
+    """The layer on a sparse kernel."""
+    if isinstance(layer, DenseConv2d):
+        return SparseConv2d(layer.weight, layer.bias, layer.conv, kernel, layer.activation)
+    return SparseLinear(layer.weight, layer.bias, kernel, layer.activation)
+
+
+@torch.inference_mode()
+def _measure(
+    layer: DenseLinear | DenseConv2d, shape: tuple[int, ...], dtype: torch.dtype, kernels: str, options: list[Kernel]
+) -> dict[str, float]:
+    """Seconds by kernel: the least of several rounds, kernels taking turns so that a busy moment hits them all."""
+    x = torch.rand(shape, dtype=torch.float32).to(dtype)
+    runs: dict[str, Callable[[Tensor], Tensor]] = {name_of(option): sparse_layer(layer, option) for option in options}
+    if kernels == "auto":
+        runs["dense"] = layer
+    times = dict.fromkeys(runs, float("inf"))
+    begin = time.perf_counter()
+    for turn in range(WARM_UP + MOST_ROUNDS):
+        if turn >= WARM_UP + ROUNDS and time.perf_counter() - begin > LEAST_SECONDS:
+            break
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run(x)
+            if turn >= WARM_UP:
+                times[name] = min(times[name], time.perf_counter() - start)
+    return times
+
+
+def _key(
+    layer: DenseLinear | DenseConv2d,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    kernels: str,
+    options: list[tuple[Kernel, float]],
+) -> str:
+    what = f"{layer.conv}" if isinstance(layer, DenseConv2d) else "linear"
+    # Shares to two digits: layers that differ by a few weights share a measurement.
+    shares = [f"{name_of(kernel)} {share:.2g}" for kernel, share in options]
+    parts = [machine(), what, tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]
+    return "; ".join(map(str, parts))
+
+
+@functools.cache
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def machine() -> str:
+    """What times depend on: the processor, the threads, the instruction set, torch and the kernels' version."""
+    kernels = library()
+    isa = "none" if kernels is None else f"{kernels.spartan_isa().decode()} {kernels.spartan_version()}"
+    return (
+        f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {isa}, torch {torch.__version__}"
+    )
+
+
+def remember(key: str | None = None, times: dict[str, float] | None = None) -> dict[str, dict[str, float]]:
+    """What was measured before, from the cache; with a key, that measurement added. A damaged cache counts as empty."""
+    path = cache_folder() / "choices.json"
+    known: dict[str, dict[str, float]] = {}
+    with contextlib.suppress(OSError, ValueError):
+        read = json.loads(path.read_text())
+        if isinstance(read, dict):
+            known = {k: v for k, v in read.items() if isinstance(v, dict) and v}
+    if key is not None and times is not None:
+        known[key] = times
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+                json.dump(known, file, indent=1)
+            os.replace(file.name, path)
+    return known

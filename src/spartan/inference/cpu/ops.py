@@ -1,0 +1,197 @@
+"""Sparse products on the CPU: the calls of the compiled kernels, and the same in plain torch for where there are none.
+
+Columns that are zero in a whole group of h rows are not multiplied, so a NaN or an infinity in the input reaches only the
+outputs of groups that use it (with h = 1: the outputs that use it); a dense product spreads it to all.
+NaN passes through the activations, as in torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spartan.inference.cpu.library import library, status
+from spartan.inference.cpu.packed import Packed
+
+# The numbers are Activation's in job.h.
+ACTIVATIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+    "none": (0, lambda x: x),
+    "relu": (1, F.relu),
+    "gelu": (2, F.gelu),
+    "gelu_tanh": (3, lambda x: F.gelu(x, approximate="tanh")),
+    "silu": (4, F.silu),
+}
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Conv:
+    """A convolution's constants, as `torch.nn.Conv2d` names them; padding is with zeros."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+    channels: int
+
+    def out_size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the output."""
+        sizes = []
+        for n, k, s, p, d in zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True):
+            sizes.append((n + 2 * p - d * (k - 1) - 1) // s + 1)
+        return sizes[0], sizes[1]
+
+    @property
+    def pointwise(self) -> bool:
+        """One pixel in, one pixel out."""
+        return self.kernel == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the kernel finds each weight's input: the layout of the packed image and an offset per entry."""
+
+    geometry: list[int]  # what spartan_conv takes, from the channels on
+    offsets: Tensor
+    out_size: tuple[int, int]
+
+
+def plan_conv(conv: Conv, packed: Packed, height: int, width: int, dtype: torch.dtype) -> Plan:
+    """Lay out the padded image so that every tap of the kernel is one offset.
+
+    The image is padded with zeros and, with stride s, divided into s·s *phases* (rows a, a + s, … and columns b, b + s, …).
+    Rows lie behind each other, so output pixel (y, x) is lane y·pitch + x, and tap (i, j) reads the lane shifted by
+    ⌊i·d/s⌋·pitch + ⌊j·d/s⌋ in phase (i·d mod s, j·d mod s). Lanes in the columns beyond the output's are dropped.
+    """
+    out_h, out_w = conv.out_size(height, width)
+    if out_h < 1 or out_w < 1:
+        raise ValueError(f"an image of {height}×{width} is smaller than the kernel {conv.kernel} with its padding")
+    size = (out_h, out_w)
+    if conv.pointwise:  # one long row: no columns to drop
+        height, width, out_h, out_w = 1, height * width, 1, out_h * out_w
+    shifts, phases, rests = [], [], []
+    for k, s, d in zip(conv.kernel, conv.stride, conv.dilation, strict=True):
+        taps = torch.arange(k) * d
+        shifts.append(taps // s)
+        rests.append(taps % s)
+        phases.append(int(rests[-1].max()) + 1)
+    rows_q, pitch = out_h + int(shifts[0].max()), out_w + int(shifts[1].max())
+    direct = conv.pointwise and dtype == torch.float32 and width % 16 == 0
+    plane = phases[0] * phases[1] * rows_q * pitch
+    if not direct:
+        plane += -plane % 16
+        plane += 16 * (plane % 1024 == 0)  # or all channels fall into the same cache sets
+    if conv.channels * plane >= 2**31:
+        raise ValueError(
+            f"an image of {conv.channels}×{height}×{width} is too large for 32-bit offsets; use dense kernels"
+        )
+    phase = rests[0][:, None] * phases[1] + rests[1]
+    taps = phase * (rows_q * pitch) + shifts[0][:, None] * pitch + shifts[1]
+    kernel = conv.kernel[0] * conv.kernel[1]
+    columns = packed.runs.long()
+    channel, tap = columns // kernel, columns % kernel
+    if conv.groups > 1:  # columns count within the group
+        rows = torch.repeat_interleave(torch.arange(packed.starts.numel() - 1), packed.starts.diff().long()) * packed.h
+        channel = channel + rows // (packed.outputs // conv.groups) * (conv.channels // conv.groups)
+    offsets = (channel * plane + taps.reshape(-1)[tap]).int()
+    geometry = [conv.channels, height, width, *conv.stride, *conv.padding, *phases, rows_q, pitch, plane, out_h, out_w]
+    return Plan([*geometry, int(direct)], offsets, size)
+
+
+def linear_rows(x: Tensor, packed: Packed, bias: Tensor, activation: str) -> Tensor:
+    """act(x Wᵀ + b) with the outputs in the SIMD lanes: for groups of 8, 16, 32 or 64 rows and runs of 1, 4 or 8 columns.
+
+    Args:
+        x: float32 or bfloat16, contiguous, last dimension `packed.inputs`.
+        packed: the weight.
+        bias: float32, one per row of every group (zeros in rows that pad the last group).
+        activation: a key of `ACTIVATIONS`.
+    """
+    kernels = _kernels()
+    y = x.new_empty(*x.shape[:-1], packed.outputs)
+    tokens = x.numel() // packed.inputs
+    _check(
+        kernels.spartan_linear_rows(
+            *_pointers(x, y, bias, packed.starts, packed.runs, packed.values),
+            *(tokens, packed.inputs, packed.outputs, packed.h, packed.g, ACTIVATIONS[activation][0]),
+            *(x.dtype == torch.bfloat16, torch.get_num_threads()),
+        )
+    )
+    return y
+
+
+def lane_offsets(packed: Packed) -> Tensor:
+    """`packed.runs` as offsets for `linear_lanes`."""
+    return packed.runs * _kernels().spartan_lane_pitch(packed.h)
+
+
+def linear_lanes(x: Tensor, packed: Packed, offsets: Tensor, bias: Tensor, activation: str) -> Tensor:
+    """act(x Wᵀ + b) with the tokens in the SIMD lanes: for groups of any height up to 64, and g = 1."""
+    kernels = _kernels()
+    y = x.new_empty(*x.shape[:-1], packed.outputs)
+    tokens = x.numel() // packed.inputs
+    _check(
+        kernels.spartan_linear_lanes(
+            *_pointers(x, y, bias, packed.starts, offsets, packed.values),
+            *(tokens, packed.inputs, packed.outputs, packed.h, ACTIVATIONS[activation][0]),
+            *(x.dtype == torch.bfloat16, torch.get_num_threads()),
+        )
+    )
+    return y
+
+
+def conv2d(
+    x: Tensor, packed: Packed, plan: Plan, bias: Tensor, activation: str, residual: Tensor | None = None
+) -> Tensor:
+    """act(conv(x) + b + residual), pixels in the SIMD lanes; x and residual contiguous [images, channels, height, width]."""
+    kernels = _kernels()
+    y = x.new_empty(x.shape[0], packed.outputs, *plan.out_size)
+    _check(
+        kernels.spartan_conv(
+            *_pointers(x, y, bias, residual, packed.starts, plan.offsets, packed.values),
+            (ctypes.c_int64 * 16)(x.shape[0], *plan.geometry),
+            *(packed.outputs, packed.h, ACTIVATIONS[activation][0], x.dtype == torch.bfloat16, torch.get_num_threads()),
+        )
+    )
+    return y
+
+
+def linear_torch(x: Tensor, weight: Tensor, bias: Tensor, activation: str) -> Tensor:
+    """The same in plain torch, from the dense weight."""
+    y = F.linear(x, weight.to(x.dtype), bias[: weight.shape[0]].to(x.dtype))
+    return ACTIVATIONS[activation][1](y)
+
+
+def conv_torch(
+    x: Tensor, conv: Conv, weight: Tensor, bias: Tensor, activation: str, residual: Tensor | None = None
+) -> Tensor:
+    """The same in plain torch, from the dense weight as a matrix or in its own shape."""
+    weight = weight.reshape(weight.shape[0], conv.channels // conv.groups, *conv.kernel).to(x.dtype)
+    bias = bias[: weight.shape[0]].to(x.dtype)
+    if min(conv.out_size(*x.shape[-2:])) < 1:
+        size = f"{x.shape[-2]}×{x.shape[-1]}"
+        raise ValueError(f"an image of {size} is smaller than the kernel {conv.kernel} with its padding")
+    y = F.conv2d(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+    return ACTIVATIONS[activation][1](y if residual is None else y + residual)
+
+
+def _kernels() -> ctypes.CDLL:
+    found = library()
+    if found is None:
+        raise RuntimeError(f"the compiled kernels are not there ({status()}); use linear_torch or conv_torch")
+    return found
+
+
+def _pointers(*tensors: Tensor | None) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise MemoryError("a sparse layer found no memory for its rearranged input")

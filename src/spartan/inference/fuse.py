@@ -1,0 +1,226 @@
+"""Put batch norms, activations and residual sums into the layer before them.
+
+Every module that calls layers is looked at by itself, with the modules it calls as black boxes (a trace by torch.fx). What
+feeds only the next step is merged: convolution → batch norm → (+ residual) → activation, linear → activation. Where the
+step that becomes part of a layer is a module of its own it is replaced by `nn.Identity`; where it is a function, a sum or a
+module called several times, the calling module is replaced by its rewritten graph. The model itself keeps its class. A
+module whose forward cannot be traced, or takes optional arguments, or carries hooks is left alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from spartan.inference.cpu.ops import Conv
+from spartan.inference.runtime import DenseConv2d, DenseLinear
+
+_SUMS: tuple[Callable, ...] = (operator.add, operator.iadd, torch.add)
+_FUNCTIONS: dict[Any, str] = {F.relu: "relu", torch.relu: "relu", F.silu: "silu", F.gelu: "gelu"}
+_METHODS = {"relu": "relu", "relu_": "relu"}
+
+
+class _Shallow(fx.Tracer):
+    """Traces one module's own forward."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def plain_linear(module: nn.Module) -> bool:
+    """Whether the module is `nn.Linear` in all but name."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and not _watched(module)
+
+
+def plain_conv(module: nn.Module) -> Conv | None:
+    """The constants of a 2-d convolution that pads with zeros, evenly; None for anything else."""
+    if not isinstance(module, nn.Conv2d) or type(module).forward is not nn.Conv2d.forward or _watched(module):
+        return None
+    if module.padding == "valid":
+        padding: tuple[int, ...] = (0, 0)
+    elif module.padding == "same":
+        reach = [d * (k - 1) for k, d in zip(module.kernel_size, module.dilation, strict=True)]
+        if any(r % 2 for r in reach):
+            return None
+        padding = (reach[0] // 2, reach[1] // 2)
+    else:
+        assert not isinstance(module.padding, str)
+        padding = module.padding
+    if module.padding_mode != "zeros" and any(padding):
+        return None
+    pairs = [(int(a), int(b)) for a, b in (module.kernel_size, module.stride, padding, module.dilation)]
+    return Conv(pairs[0], pairs[1], pairs[2], pairs[3], module.groups, module.in_channels)
+
+
+def _watched(module: nn.Module) -> bool:
+    parametrized = hasattr(module, "parametrizations")
+    return parametrized or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def fold_batch_norm(weight: Tensor, bias: Tensor | None, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+    """Weight and bias of one convolution that does conv → norm: w·γ/√(σ² + ε) and (b − mean)·γ/√(σ² + ε) + β.
+
+    Computed in float64, so that the result is rounded once.
+    """
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    scale = (norm.running_var.double() + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight.double()
+    shift = -norm.running_mean.double() * scale
+    if bias is not None:
+        shift = shift + bias.double() * scale
+    if norm.bias is not None:
+        shift = shift + norm.bias.double()
+    folded = weight.double() * scale.reshape(-1, 1, 1, 1)
+    # A pruned weight stays exactly +0, whatever the scale's sign.
+    return folded.masked_fill(weight == 0, 0.0).to(weight.dtype), shift.to(weight.dtype)
+
+
+def activation_of(module: nn.Module) -> str | None:
+    """The name by which the kernels know an activation module."""
+    if _watched(module):
+        return None
+    if type(module) is nn.GELU:
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
+    return {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(module))
+
+
+def _trace(module: nn.Module) -> fx.Graph | None:
+    if _watched(module) or isinstance(module, fx.GraphModule) or not any(True for _ in module.children()):
+        return None
+    if type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential):
+        return None
+    try:
+        parameters = inspect.signature(type(module).forward).parameters.values()
+        if any(p.default is not p.empty or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
+            return None
+        return _Shallow().trace(module)
+    except Exception:  # a forward may fail in any way on a proxy; the module then stays as it is
+        return None
+
+
+class _Rewrite:
+    """The merges of one module's graph."""
+
+    def __init__(self, owner: nn.Module, graph: fx.Graph, shared: Counter[int], rewritable: bool) -> None:
+        self.owner, self.graph, self.shared, self.rewritable = owner, graph, shared, rewritable
+        self.calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
+        self.rewritten = False
+
+    def alone(self, node: fx.Node) -> nn.Module | None:
+        """The module the node calls, where nothing else calls it."""
+        if node.op != "call_module" or self.calls[node.target] != 1 or node.kwargs or len(node.args) != 1:
+            return None
+        module = self.owner.get_submodule(str(node.target))
+        return module if self.shared[id(module)] == 1 else None
+
+    def next(self, node: fx.Node) -> fx.Node | None:
+        """The one step that uses the node's result."""
+        return next(iter(node.users)) if len(node.users) == 1 else None
+
+    def put(self, node: fx.Node, module: nn.Module) -> None:
+        _set(self.owner, str(node.target), module)
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            module = self.alone(node)
+            if module is None:
+                continue
+            conv = plain_conv(module)
+            if conv is not None:
+                self.merge_conv(node, module, conv)
+            elif plain_linear(module):
+                self.merge_linear(node, module)
+
+    def merge_linear(self, node: fx.Node, module: nn.Module) -> None:
+        after = self.next(node)
+        kind = self.take_activation(after)
+        if after is None or kind is None:
+            return
+        self.put(node, DenseLinear(module.weight, module.bias, kind))  # type: ignore[arg-type]
+        self.drop(after, node)
+
+    def merge_conv(self, node: fx.Node, module: nn.Module, conv: Conv) -> None:
+        weight, bias = module.weight, module.bias
+        assert isinstance(weight, Tensor)
+        assert bias is None or isinstance(bias, Tensor)
+        after = self.next(node)
+        norm = self.alone(after) if after is not None else None
+        if after is not None and type(norm) is nn.BatchNorm2d and norm.running_mean is not None and not _watched(norm):
+            weight, bias = fold_batch_norm(weight, bias, norm)
+            self.drop(after, node)
+            after = self.next(node)
+        layer = DenseConv2d(weight, bias, conv)
+        self.put(node, layer)
+        source = node.args[0]
+        if self.rewritable and after is not None and self.is_sum(after) and isinstance(source, fx.Node):
+            other = next(a for a in after.args if a is not node)
+            # The call moves down to the sum: its input must not be touched in between.
+            if len(source.users) == 1 or list(self.graph.nodes).index(other) < list(self.graph.nodes).index(node):
+                with self.graph.inserting_before(after):
+                    fused = self.graph.call_module(str(node.target), (source,), {"residual": other})
+                after.replace_all_uses_with(fused)
+                self.graph.erase_node(after)
+                self.graph.erase_node(node)
+                self.rewritten = True
+                node, after = fused, self.next(fused)
+        kind = self.take_activation(after)
+        if after is not None and kind is not None:
+            layer.activation = kind
+            self.drop(after, node)
+
+    def is_sum(self, node: fx.Node) -> bool:
+        two = (
+            len(node.args) == 2 and all(isinstance(a, fx.Node) for a in node.args) and node.args[0] is not node.args[1]
+        )
+        return node.op == "call_function" and node.target in _SUMS and two and not node.kwargs
+
+    def take_activation(self, node: fx.Node | None) -> str | None:
+        """The activation that the node computes, where it may be merged."""
+        if node is None:
+            return None
+        if node.op == "call_module":
+            module = self.owner.get_submodule(str(node.target))
+            kind = activation_of(module)
+            return kind if len(node.args) == 1 and (self.rewritable or self.alone(node) is not None) else None
+        if not self.rewritable or len(node.args) != 1:
+            return None
+        if node.op == "call_function" and not set(node.kwargs) - {"inplace"}:
+            return _FUNCTIONS.get(node.target)
+        return _METHODS.get(str(node.target)) if node.op == "call_method" and not node.kwargs else None
+
+    def drop(self, node: fx.Node, before: fx.Node) -> None:
+        """Remove a step whose work the layer before it now does."""
+        if self.alone(node) is not None:
+            self.put(node, nn.Identity())
+        else:
+            self.rewritten = True
+        node.replace_all_uses_with(before)
+        self.graph.erase_node(node)
+
+
+def fuse(model: nn.Module) -> None:
+    """Merge, in place, what can be merged; see the top of the file. The model must be in eval mode."""
+    shared = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
+    for name, module in list(model.named_modules()):
+        graph = _trace(module)
+        if graph is None:
+            continue
+        rewrite = _Rewrite(module, graph, shared, rewritable=bool(name) and shared[id(module)] == 1)
+        rewrite.run()
+        if rewrite.rewritten:
+            graph.lint()
+            _set(model, name, fx.GraphModule(module, graph, class_name=type(module).__name__).eval())
+
+
+def _set(root: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(root.get_submodule(parent), last, module)

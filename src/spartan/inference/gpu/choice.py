@@ -1,0 +1,296 @@
+"""Which kernel runs a linear layer on a CUDA device: a few are timed at the layer's own shape, the answer kept on disk."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spartan.inference.cpu.choice import DENSE_ABOVE, reason, remember
+from spartan.inference.gpu import ops
+from spartan.inference.gpu.layers import SemiStructuredLinear, TileLinear, two_of_four
+from spartan.inference.gpu.ops import Launch
+from spartan.inference.gpu.tiles import Tiling, blocks_of, plan
+from spartan.inference.runtime import DenseLinear, DeviceLinear
+
+VERSION = 2  # of the kernel: times of another do not count
+CALLS, ROUNDS, TILINGS_TIMED, SHOWN = 10, 5, 2, 4
+TILINGS = [
+    *(Tiling(n, 64, 64, 64) for n in (64, 128)),
+    *(Tiling(64, 64, p, q) for p, q in ((64, 32), (32, 64), (64, 16), (16, 64))),
+    *(Tiling(n, k, 32, 32) for n, k in ((32, 32), (32, 64), (64, 32), (64, 64), (128, 64))),
+    *(Tiling(32, k, 32, 16) for k in (32, 64)),
+    *(Tiling(n, k, 16, 16) for n, k in ((16, 64), (32, 64), (64, 64), (128, 64))),
+]
+# The best of some 150 launches of each tiling, for ViT-B/16's layers at 90% zeros and 12,608 tokens on an H200.
+LAUNCHES = [
+    *(Launch(128, 4, 2, span, "tma") for span in (64, 128)),
+    *(Launch(128, 4, stages, 64, "tma") for stages in (3, 4)),
+    *(Launch(64, 4, stages, span, "tma") for stages, span in ((2, 256), (4, 512))),
+    Launch(128, 4, 3, 128, "tma in"),
+    *(Launch(128, 4, 2, span, "async") for span in (64, 256)),
+    Launch(128, 8, 3, 128, "async"),
+    Launch(64, 4, 3, 512, "async"),
+]
+# Rates for `estimate`, in bytes and multiplications a second, of one H200: they only decide which tilings are timed.
+_FROM_L2, _TO_MEMORY, _PRODUCTS, _STEP = 5.5e12, 4e12, 3e14, 3e-12
+
+
+@dataclass(frozen=True)
+class TileKernel:
+    """A tiling, and a launch for it."""
+
+    tiling: Tiling
+    launch: Launch
+
+    def __str__(self) -> str:
+        return f"tiles {self.tiling}, {self.launch}"
+
+
+def wide(count: int, seed: int = 0) -> list[Launch]:
+    """Launches drawn at random from all that make sense: to find better ones for `LAUNCHES`."""
+    every = [
+        Launch(tokens, warps, stages, span, loads)
+        for tokens in (64, 128, 256)
+        for warps in (4, 8)
+        for stages in (2, 3, 4, 5)
+        for span in (32, 64, 128, 256, 512, 1024, 4096)
+        for loads in ("async", "tma", "tma in")
+        if tokens >= 16 * warps
+    ]
+    every += [Launch(tokens, 4, 1, span, "l1") for tokens in (64, 128) for span in (512, 1024, 4096)]
+    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [every[i] for i in order[:count]]
+
+
+def estimate(keep: Tensor, tiling: Tiling, shape: tuple[int, int]) -> tuple[float, float]:
+    """Seconds a token, roughly, and the share of the weight that the tiles hold, from the blocks (p × q) that are kept."""
+    outputs, inputs = shape
+    _, columns = plan(keep, tiling)
+    steps = int((-(-columns.sum(1) // (tiling.inputs // tiling.q))).sum())
+    held = steps * tiling.inputs * tiling.outputs
+    loads = int(columns.sum()) * tiling.q * 2 / _FROM_L2
+    products = held / _PRODUCTS * (1 + 16 / tiling.outputs)  # narrow tiles wait for the tokens' tile
+    return max(loads, products) + outputs * 2 / _TO_MEMORY + steps * _STEP, held / (outputs * inputs)
+
+
+def block_sizes(weight: Tensor) -> dict[tuple[int, int], Tensor]:
+    """Sizes of blocks worth cutting the weight into, with the blocks that are kept: no larger ones hold as little.
+
+    Example:
+        >>> list(block_sizes(torch.eye(4).repeat_interleave(32, 0).repeat_interleave(32, 1)))
+        [(32, 32)]
+    """
+    fine = blocks_of(weight.detach() != 0, 16, 16).cpu()
+    sizes = sorted({(t.p, t.q) for t in TILINGS}, key=lambda size: -size[0] * size[1])
+    kept = {(p, q): blocks_of(fine, p // 16, q // 16) for p, q in sizes}
+    held = {(p, q): int(keep.sum()) * p * q for (p, q), keep in kept.items()}
+    found: dict[tuple[int, int], Tensor] = {}
+    for p, q in sizes:
+        if held[p, q] <= 1.5 * held[16, 16] and not any(
+            a >= p and b >= q and held[a, b] <= 1.02 * held[p, q] for a, b in found
+        ):
+            found[p, q] = kept[p, q]
+    return found
+
+
+def candidates(weight: Tensor) -> list[tuple[Tiling, float]]:
+    """Tilings that may suit the weight's zeros, the most promising first, each with the share of the weight it stores.
+
+    Those that TMA can load come first: on an H200 they were always faster than one whose columns must be gathered.
+    """
+    kept, shape = block_sizes(weight), (weight.shape[0], weight.shape[1])
+    found = []
+    for index, tiling in enumerate(TILINGS):
+        if (tiling.p, tiling.q) in kept:
+            seconds, share = estimate(kept[tiling.p, tiling.q], tiling, shape)
+            found.append((seconds, index, tiling, share))
+    found.sort(key=lambda item: item[:2])
+    ranked = [(tiling, share) for seconds, _, tiling, share in found if seconds <= 1.5 * found[0][0]]
+    whole = [option for option in ranked if option[0].q == option[0].inputs][:TILINGS_TIMED]
+    gathered = [option for option in ranked if option[0].q < option[0].inputs]
+    return whole + gathered[: 1 if whole else TILINGS_TIMED]
+
+
+def fits(tiling: Tiling, launch: Launch, size: int) -> bool:
+    """Whether a launch can run a tiling of values of `size` bytes, and suits it: where q < inputs, TMA cannot."""
+    stage = (launch.tokens + tiling.outputs) * tiling.inputs * size
+    room = launch.stages * stage + launch.tokens * tiling.outputs * size <= 220 * 1024
+    sums = launch.tokens * tiling.outputs // (32 * launch.warps) <= 64  # registers a thread: with 128 they spill
+    return room and sums and (tiling.q == tiling.inputs) == launch.loads.startswith("tma")
+
+
+def tile_kernels(tilings: Sequence[Tiling], launches: Sequence[Launch], size: int) -> list[TileKernel]:
+    """Every tiling with every launch that it can take."""
+    return [TileKernel(t, launch) for t in tilings for launch in launches if fits(t, launch, size)]
+
+
+def build(layer: DenseLinear, kernel: TileKernel | str) -> DeviceLinear:
+    """The layer on a kernel: on tiles, or "2:4"."""
+    if isinstance(kernel, str):
+        return SemiStructuredLinear(layer.weight, layer.bias, layer.activation)
+    return TileLinear(layer.weight, layer.bias, kernel.tiling, kernel.launch, layer.activation)
+
+
+def choose(
+    layer: DenseLinear, shape: tuple[int, ...], dtype: torch.dtype, kernels: str
+) -> tuple[TileKernel | str | None, str]:
+    """The kernel for a layer and the reason, in a few words; None is torch's dense product.
+
+    Args:
+        layer: holds the weight.
+        shape: of the input.
+        dtype: of the input.
+        kernels: "auto", or "sparse" to leave the dense product out.
+    """
+    zeros = 1.0 - float((layer.weight != 0).float().mean())
+    if not ops.available(layer.weight.device):
+        return None, f"{zeros:.1%} zeros; {ops.status()}"
+    options = candidates(layer.weight)
+    if kernels == "auto":
+        options = [option for option in options if option[1] <= DENSE_ABOVE]
+    named: dict[str, TileKernel | str | None] = {
+        str(kernel): kernel for kernel in tile_kernels([tiling for tiling, _ in options], LAUNCHES, dtype.itemsize)
+    }
+    if two_of_four(layer.weight) and zeros < 0.75 and layer.weight.is_cuda:  # sparser ones belong to other kernels
+        named["2:4"] = "2:4"
+    if not named:
+        return None, f"{zeros:.1%} zeros: too few, or too scattered for any kernel"
+    if kernels == "auto":
+        named["dense"] = None
+    shares = [f"{tiling} {share:.2g}" for tiling, share in options]
+    parts = [machine(), "linear", tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]
+    key = "; ".join(map(str, parts))
+    times = remember().get(key)
+    if times is None or not set(times) <= set(named):
+        times = measure(layer, shape, dtype, named)
+        remember(key, times)
+    ranked = sorted((name for name in times if times[name] < math.inf), key=lambda name: times[name])
+    failed = len(times) - len(ranked)
+    note = f"; {failed} of {len(times)} kernels failed" if failed else ""
+    if not ranked:
+        return None, f"{zeros:.1%} zeros{note}"
+    shown = {name: times[name] for name in ranked if name in ranked[:SHOWN] or name == "dense"}
+    return named[ranked[0]], reason(zeros, shape, shown) + note
+
+
+def measure(
+    layer: DenseLinear, shape: tuple[int, ...], dtype: torch.dtype, kernels: dict[str, TileKernel | str | None]
+) -> dict[str, float]:
+    """Seconds on the device by kernel; infinity for one that fails or is wrong.
+
+    Launches are not counted: whether the device has to wait for them shows in the whole model only.
+    """
+    device = layer.weight.device
+    with torch.inference_mode():
+        x = torch.randn(shape, device=device).to(dtype)
+        expected = layer(x)
+        runs: dict[str, Callable[[Tensor], Tensor]] = {}
+        failed: dict[str, float] = {}
+        for name, kernel in kernels.items():
+            try:
+                run = layer if kernel is None else build(layer, kernel)
+                close(run(x), expected)
+            except torch.AcceleratorError:  # the device is lost: nothing else would run
+                raise
+            except Exception:  # out of shared memory or registers, not compiled, not this shape: then another one
+                failed[name] = math.inf
+                continue
+            runs[name] = run
+        return timed(runs, x) | failed
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    """Raise ArithmeticError unless the two agree up to rounding."""
+    bound = {torch.float32: 5e-3, torch.float16: 5e-3}.get(expected.dtype, 4e-2)
+    gap = (got.float() - expected.float()).abs().max()
+    if not bool(gap <= bound * expected.float().abs().max().clamp(min=1e-6)):
+        raise ArithmeticError(f"a kernel's output differs from the dense one's by {float(gap):.3g}")
+
+
+def timed(runs: Mapping[str, Callable[[Tensor], Tensor]], x: Tensor) -> dict[str, float]:
+    """Seconds a call: the median of rounds of several calls behind each other, the runs taking turns.
+
+    The calls are replayed from a CUDA graph, so that none waits for its launch.
+    """
+    count, rounds = (CALLS, ROUNDS) if x.is_cuda else (1, 1)  # in Triton's interpreter times mean little
+
+    def several(run: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+        def calls() -> Tensor:
+            for _ in range(count):
+                y = run(x)
+            return y
+
+        if not x.is_cuda:
+            return calls
+        try:
+            return graph_of(calls)
+        except RuntimeError:  # it cannot be captured, or there is no memory for it: then with its launches
+            torch.cuda.synchronize()
+            return calls
+
+    calls = {name: several(run) for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            seconds = _seconds(call, x.is_cuda)
+            if turn:
+                times[name].append(seconds / count)
+    return {name: sorted(found)[rounds // 2] for name, found in times.items()}
+
+
+def graph_of(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The run as a CUDA graph; each replay overwrites its output."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
+def pays(fast: Callable[[], object], plain: Callable[[], object]) -> bool:
+    """Whether a model is done sooner than another one, called as it is, launches included."""
+    times: dict[Callable[[], object], float] = {fast: math.inf, plain: math.inf}
+    with torch.inference_mode():
+        for _ in range(ROUNDS + 1):
+            for run in times:
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(3):
+                    run()
+                torch.cuda.synchronize()
+                times[run] = min(times[run], time.perf_counter() - start)
+    return times[fast] < times[plain]
+
+
+def _seconds(run: Callable[[], Tensor], cuda: bool) -> float:
+    if not cuda:  # Triton's interpreter
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+@functools.cache
+def machine() -> str:
+    """What times depend on: the device, torch, Triton and the kernel's version."""
+    return f"{ops.status()}, torch {torch.__version__}, {torch.version.cuda}, kernel {VERSION}"

@@ -1,0 +1,69 @@
+"""ONNX export: dense tensors with the zeros in them, for ONNX Runtime and whatever else reads the format."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spartan.inference.runtime import InferenceLayer
+
+
+def export_onnx(
+    model: nn.Module,
+    path: str | Path,
+    example_inputs: Tensor | Sequence[Any] | Mapping[str, Any],
+    *,
+    dynamic_batch: bool = True,
+) -> Path:
+    """Write the model as an ONNX file; weights are dense tensors. Needs `pip install 'spartan-sparsity[onnx]'`.
+
+    Args:
+        model: an ordinary (sparse) model, not an accelerated one.
+        path: of the file to write; weights over 2 GB go to a file beside it.
+        example_inputs: one call's inputs: a tensor, a tuple of arguments or a dict of keyword arguments.
+        dynamic_batch: let the first dimension of every tensor among the inputs vary.
+    """
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RuntimeError(f"export_onnx needs {' and '.join(missing)}: pip install 'spartan-sparsity[onnx]'")
+    if any(isinstance(module, InferenceLayer) for module in model.modules()):
+        raise ValueError(
+            "model is an accelerated one, whose kernels ONNX does not know; export the model it was made from"
+        )
+    args, kwargs = _inputs(example_inputs)
+    shapes: tuple[Any, ...] | dict[str, Any] | None = None
+    if dynamic_batch:
+        # One name for all: inputs of one call share their batch.
+        batch = torch.export.Dim.DYNAMIC
+        shapes = tuple({0: batch} if _batched(value) else None for value in args)
+        shapes = {name: {0: batch} if _batched(value) else None for name, value in kwargs.items()} if kwargs else shapes
+    training = model.training
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with torch.no_grad():
+            program = torch.onnx.export(
+                model.eval(), args, kwargs=kwargs or None, dynamo=True, dynamic_shapes=shapes, verbose=False
+            )
+    finally:
+        model.train(training)
+    assert program is not None
+    program.save(str(target))
+    return target
+
+
+def _inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return tuple(example), {}
+
+
+def _batched(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0

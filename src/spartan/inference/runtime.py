@@ -1,0 +1,279 @@
+"""Layers of an accelerated model: for inference, with bias, activation and (convolutions) a residual in one call.
+
+`DenseLinear` and `DenseConv2d` run torch's dense products; `SparseLinear` and `SparseConv2d` run the CPU kernels on a packed
+weight; a `DeviceLinear` (in `spartan.inference.gpu`) runs another device's. They hold buffers, not parameters, and refuse to
+train or to be differentiated through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from spartan.inference.cpu import ops
+from spartan.inference.cpu.library import library
+from spartan.inference.cpu.ops import ACTIVATIONS, DTYPES, Conv
+from spartan.inference.cpu.packed import Packed, pack, unpack
+
+F = TypeVar("F", bound=Callable[..., Any])
+# How a weight is packed: ("rows", h, g) and ("lanes", h, 1) are the two kernels of kernels.cpp.
+Kernel = tuple[str, int, int]
+
+
+# torch.compile leaves the kernels' calls as they are and compiles around them.
+outside_graphs: Callable[[F], F] = torch.compiler.disable(recursive=True)
+
+
+class InferenceLayer(nn.Module):
+    """A layer that only infers; `kernel` names what runs and `why` says how that was chosen."""
+
+    kernel: str = "dense"
+    why: str = ""
+    bias: Tensor
+    activation: str
+
+    def train(self, mode: bool = True) -> Self:
+        """Only `eval()`: the weight is packed for inference."""
+        if mode:
+            raise RuntimeError(
+                "an accelerated model cannot be trained: train the model it was made from, and accelerate that again"
+            )
+        return super().train(False)
+
+    def _ready(self, x: Tensor, size: int, dim: int) -> Tensor:
+        """The input, contiguous, or an error that says what is wrong with it."""
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                "an accelerated model has no gradients: run it under torch.no_grad() or torch.inference_mode(), "
+                "or use the model it was made from"
+            )
+        if x.shape[dim] != size:
+            raise ValueError(f"{type(self).__name__}: input of shape {tuple(x.shape)}; dimension {dim} must be {size}")
+        return x
+
+    def extra_repr(self) -> str:
+        """Kernel and activation."""
+        return f"kernel={self.kernel}, activation={self.activation}"
+
+
+class DenseLinear(InferenceLayer):
+    """act(x Wᵀ + b) by torch, for where no sparse kernel wins."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str = "none") -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("weight", weight.detach().clone())
+        self.register_buffer("bias", weight.new_zeros(len(weight)) if bias is None else bias.detach().clone())
+        self.activation = activation
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output for x [..., in_features]."""
+        return ops.linear_torch(self._ready(x, self.in_features, -1), self.weight, self.bias, self.activation)
+
+
+class DenseConv2d(InferenceLayer):
+    """act(conv(x) + b + residual) by torch, for where no sparse kernel wins."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, conv: Conv, activation: str = "none") -> None:
+        super().__init__()
+        self.conv, self.out_channels, self.activation = conv, len(weight), activation
+        self.register_buffer("weight", weight.detach().clone())
+        self.register_buffer("bias", weight.new_zeros(len(weight)) if bias is None else bias.detach().clone())
+        self.eval()
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The layer's output for x [images, channels, height, width]."""
+        x = self._ready(x, self.conv.channels, -3)
+        return ops.conv_torch(x, self.conv, self.weight, self.bias, self.activation, residual)
+
+
+class SparseLayer(InferenceLayer):
+    """A packed weight: `values` and `bias` in float32 whatever the model's type, `starts` and `runs` as in `Packed`."""
+
+    starts: Tensor
+    runs: Tensor
+    values: Tensor
+
+    def __init__(self, matrix: Tensor, bias: Tensor | None, kernel: Kernel, activation: str) -> None:
+        super().__init__()
+        kind, h, g = kernel
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation={activation!r}; one of {', '.join(ACTIVATIONS)} is needed")
+        packed = pack(matrix, h, g)
+        padded = torch.zeros((packed.starts.numel() - 1) * h)
+        if bias is not None:
+            padded[: packed.outputs] = bias.detach().float()
+        for name, buffer in (
+            ("starts", packed.starts),
+            ("runs", packed.runs),
+            ("values", packed.values),
+            ("bias", padded),
+        ):
+            self.register_buffer(name, buffer)
+        self.outputs, self.inputs = packed.outputs, packed.inputs
+        self.kind, self.kernel, self.activation = kind, name_of(kernel), activation
+        self._dense: Tensor | None = None
+        self.eval()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # model.bfloat16() rounds the weights as it would a dense model's; the kernels still read float32.
+        super()._apply(fn, recurse)
+        self.values, self.bias, self._dense = self.values.float(), self.bias.float(), None
+        return self
+
+    def packed(self) -> Packed:
+        """The weight as the kernels read it."""
+        return Packed(self.starts, self.runs, self.values, self.outputs, self.inputs)
+
+    def matrix(self) -> Tensor:
+        """The weight as a dense matrix, made anew unless the fall-back keeps one."""
+        return unpack(self.packed()) if self._dense is None else self._dense
+
+    def _fallback(self) -> Tensor:
+        if self._dense is None:
+            self._dense = unpack(self.packed())
+        return self._dense
+
+    def _ready(self, x: Tensor, size: int, dim: int) -> Tensor:
+        x = super()._ready(x, size, dim)
+        if x.device.type != "cpu" or self.values.device.type != "cpu":
+            raise RuntimeError(f"{type(self).__name__} runs on the CPU; the input is on {x.device}")
+        if x.dtype not in DTYPES:
+            raise ValueError(
+                f"{type(self).__name__} takes float32 and bfloat16, not {x.dtype}; load with kernels='dense'"
+            )
+        return x.contiguous()
+
+
+class SparseLinear(SparseLayer):
+    """act(x Wᵀ + b) with a packed weight.
+
+    Example:
+        >>> layer = torch.nn.Linear(64, 32)
+        >>> _ = spartan.prune(layer, 0.9)
+        >>> fast = SparseLinear(layer.weight, layer.bias, ("lanes", 1, 1))
+        >>> x = torch.randn(5, 64)
+        >>> bool(torch.allclose(fast(x), layer(x), atol=1e-5))
+        True
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernel: Kernel, activation: str = "none") -> None:
+        super().__init__(weight, bias, kernel, activation)
+        self.out_features, self.in_features = self.outputs, self.inputs
+        self._offsets: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, for code that asks a linear layer for it; made on every access."""
+        return self.matrix()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._offsets = None
+        return super()._apply(fn, recurse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output for x [..., in_features], float32 or bfloat16."""
+        return self.part(x, 0, self.outputs)
+
+    @outside_graphs
+    def part(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Outputs `first` to `last` alone; both must be multiples of the kernel's rows a group, or the end."""
+        x = self._ready(x, self.inputs, -1)
+        packed, bias = self.packed(), self.bias
+        if library() is None:
+            return ops.linear_torch(x, self._fallback()[first:last], bias[first:last], self.activation)
+        if (first, last) != (0, self.outputs):
+            h = packed.h
+            starts = packed.starts[first // h : -(-last // h) + 1]
+            packed, bias = Packed(starts, packed.runs, packed.values, last - first, packed.inputs), bias[first:]
+        if self.kind == "rows":
+            return ops.linear_rows(x, packed, bias, self.activation)
+        offsets = self._offsets
+        if offsets is None:
+            offsets = self._offsets = ops.lane_offsets(packed)
+        return ops.linear_lanes(x, packed, offsets, bias, self.activation)
+
+
+class DeviceLinear(SparseLinear):
+    """A sparse linear layer on another device: a `SparseLinear` to its callers, with its own buffers and kernels."""
+
+    def __init__(self, weight: Tensor, activation: str) -> None:
+        InferenceLayer.__init__(self)  # nothing is packed for the CPU
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation={activation!r}; one of {', '.join(ACTIVATIONS)} is needed")
+        self.outputs, self.inputs = self.out_features, self.in_features = weight.shape
+        self.activation = activation
+        self.eval()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        nn.Module._apply(self, fn, recurse)
+        return self
+
+    def _ready(self, x: Tensor, size: int, dim: int) -> Tensor:
+        return InferenceLayer._ready(self, x, size, dim)
+
+    def part(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Outputs `first` to `last`, of all that are computed."""
+        return self(x)[..., first:last]
+
+
+class SparseConv2d(SparseLayer):
+    """act(conv(x) + b + residual) with a packed weight, the kernel flattened to out × in·kh·kw."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, conv: Conv, kernel: Kernel, activation: str = "none"
+    ) -> None:
+        if kernel[0] != "lanes" or (conv.groups > 1 and (len(weight) // conv.groups) % kernel[1]):
+            raise ValueError(
+                f"kernel={kernel!r}: a convolution takes ('lanes', h, 1), h dividing the outputs of a group"
+            )
+        super().__init__(weight.reshape(len(weight), -1), bias, kernel, activation)
+        self.conv, self.out_channels = conv, self.outputs
+        self._plan: tuple[Any, ops.Plan] | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._plan = None
+        return super()._apply(fn, recurse)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight; made on every access."""
+        return self.matrix().reshape(self.outputs, -1, *self.conv.kernel)
+
+    @outside_graphs
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The layer's output for x [images, channels, height, width] or one image without the first dimension."""
+        x = self._ready(x, self.conv.channels, -3)
+        if x.dim() == 3:
+            return self(x[None], None if residual is None else residual[None])[0]
+        if library() is None:
+            return ops.conv_torch(x, self.conv, self._fallback(), self.bias, self.activation, residual)
+        key = (x.shape[2], x.shape[3], x.dtype)
+        known = self._plan  # read once: another thread may put its own here
+        if known is None or known[0] != key:
+            known = self._plan = key, ops.plan_conv(self.conv, self.packed(), *key)
+        plan = known[1]
+        if residual is not None:
+            residual = residual.to(x.dtype).expand(x.shape[0], self.outputs, *plan.out_size).contiguous()
+        return ops.conv2d(x, self.packed(), plan, self.bias, self.activation, residual)
+
+
+def name_of(kernel: Kernel | None) -> str:
+    """A kernel in words.
+
+    Example:
+        >>> name_of(("rows", 16, 8)), name_of(("lanes", 1, 1)), name_of(None)
+        ('rows 16×8', 'lanes 1', 'dense')
+    """
+    if kernel is None:
+        return "dense"
+    kind, h, g = kernel
+    return f"{kind} {h}×{g}" if kind == "rows" else f"{kind} {h}"

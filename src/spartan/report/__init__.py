@@ -1,5 +1,0 @@
-"""Reports: a run, or several, as one HTML page that needs nothing but a browser."""
-
-from spartan.report.page import write_report
-
-__all__ = ["write_report"]

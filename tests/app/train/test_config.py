@@ -1,0 +1,164 @@
+"""Recipes: every built-in one reads and round-trips; every mistake is one clear line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from spartan import NM, Block, Channel, Unstructured
+from spartan.app.train.config import Config, RecipeError, from_dict, load_recipe, recipe_names, to_yaml
+from spartan.app.train.setup import build_pattern, lr_at
+from spartan.patterns import Pattern
+
+NAMES = [
+    "cifar10-resnet18",
+    "cifar10-wrn22",
+    "cifar100-wrn22",
+    "digits",
+    "fashion-mnist",
+    "resnet50-imagenet",
+    "resnet50-imagenet-flops",
+    "tiny-imagenet-resnet18",
+    "tiny-imagenet-vit",
+    "vitb16-imagenet",
+    "vitb16-imagenet-block16",
+    "vitb16-imagenet-block32",
+]
+
+
+def test_the_recipes() -> None:
+    assert recipe_names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_round_trips(name: str, tmp_path: Path) -> None:
+    config = load_recipe(name)
+    assert config.description
+    path = tmp_path / "recipe.yaml"
+    path.write_text(to_yaml(config))
+    assert load_recipe(path) == config
+
+
+def test_resnet50_is_the_papers_table() -> None:
+    c = load_recipe("resnet50-imagenet")
+    o = c.optimizer
+    assert (o.name, o.momentum, o.nesterov, o.lr, o.final_lr, o.warmup_epochs) == ("sgd", 0.9, True, 1.0, 0.001, 5)
+    assert (c.batch_size, o.weight_decay, c.label_smoothing, c.data.image_size) == (4096, 1e-4, 0.1, 224)
+    assert (c.warmup, c.finetune, c.method_args, c.count) == (0.2, 0.2, {"beta": [1, 10]}, "model")
+    flops = load_recipe("resnet50-imagenet-flops")
+    assert (flops.cost, flops.value_power, flops.method_args) == ("flops", 1.0, {"beta": [1, 10]})
+
+
+@pytest.mark.parametrize(("name", "pattern"), [("", "unstructured"), ("-block16", (16, 16)), ("-block32", (32, 32))])
+def test_vit_is_the_papers_table(name: str, pattern: Any) -> None:
+    c = load_recipe("vitb16-imagenet" + name)
+    o = c.optimizer
+    assert (o.name, o.betas, o.eps, o.lr, o.final_lr) == ("adamw", (0.9, 0.999), 1e-8, 0.003, 0.0)
+    assert o.warmup_epochs == 0.1 * c.epochs
+    assert (c.batch_size, o.weight_decay, c.label_smoothing, c.clip) == (4096, 0.3, 0.1, 1.0)
+    assert (c.mixup, c.cutmix, c.data.randaugment, c.count) == (0.2, 1.0, (2, 9), "model")
+    assert (c.warmup, c.finetune, c.method_args, c.pattern) == (0.2, 0.2, {"beta": [1, 20]}, pattern)
+    assert c.exclude == ([] if pattern == "unstructured" else ["conv_proj.*", "heads.*"])
+
+
+def test_settings_reach_into_sections() -> None:
+    c = load_recipe(
+        "digits", ["epochs=3", "optimizer.lr=1e-3", "data.path=x.npz", "pattern=[4, 4]", "clip=null", "exclude=[a.*]"]
+    )
+    assert (c.epochs, c.optimizer.lr, c.data.path, c.pattern, c.clip, c.exclude) == (
+        3,
+        1e-3,
+        "x.npz",
+        (4, 4),
+        None,
+        ["a.*"],
+    )
+    assert c.optimizer.momentum == load_recipe("digits").optimizer.momentum
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("epohs=3", r"epohs: there is no such key \(did you mean epochs\?\)"),
+        ("optimizer.learning_rate=3", r"optimizer.learning_rate: there is no such key"),
+        ("data.pth=x", r"data.pth: there is no such key \(did you mean path\?\)"),
+        ("epochs=many", "epochs: 'many' is str; a whole number is needed"),
+        ("epochs=2.5", "epochs: 2.5 is float; a whole number is needed"),
+        ("epochs=0", "epochs: 0 is too small"),
+        ("sparsity=1.5", r"sparsity: 1.5 is outside \[0, 1\)"),
+        ("sparsity=true", "sparsity: True is bool; a number is needed"),
+        ("optimizer=adam", "optimizer: 'adam' must be a section"),
+        ("optimizer.name=adamv", r"optimizer.name: 'adamv' is not accepted \(did you mean adam"),
+        ("optimizer.lr=-0.1", "optimizer.lr: -0.1 is no learning rate"),
+        ("optimizer.betas=[0.9]", "optimizer.betas: .* must be a list of 2 values"),
+        ("amp=fp8", "amp: 'fp8' is not accepted"),
+        ("clip=0", "clip: 0.0 is no gradient norm"),
+        ("micro_batch=48", "micro_batch: 48 must divide batch_size 64"),
+        ("exclude=conv", "exclude: 'conv' must be a list"),
+        ("count=all", "count: 'all' is not accepted; accepted: targets, model"),
+        ("pattern=blocky", "pattern: 'blocky' is not accepted"),
+        ("epochs.x=3", "epochs is a value, not a section"),
+        ("epochs", "write key=value"),
+        ("data.path={", "cannot be read as a value"),
+    ],
+)
+def test_mistakes(setting: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        load_recipe("digits", [setting])
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_no_recipes(tmp_path: Path) -> None:
+    for text, message in (
+        ("- a\n- b", "must be a table"),
+        ("a: [", "is not YAML"),
+        ("epochs: 3\nfoo: 1", "foo: there is no"),
+    ):
+        path = tmp_path / "bad.yaml"
+        path.write_text(text)
+        with pytest.raises(RecipeError, match=message):
+            load_recipe(path)
+    with pytest.raises(RecipeError, match="there is no file"):
+        load_recipe(tmp_path / "none.yaml")
+    with pytest.raises(RecipeError, match=r"'digit' is unknown \(did you mean digits\?\)"):
+        load_recipe("digit")
+    assert from_dict({}) == Config()
+    assert yaml.safe_load(to_yaml(Config()))["optimizer"]["name"] == "sgd"
+
+
+def test_the_learning_rate() -> None:
+    config = load_recipe(
+        "digits", ["epochs=10", "optimizer.lr=1.0", "optimizer.final_lr=0.1", "optimizer.warmup_epochs=2"]
+    )
+    rates = [lr_at(config, step, 5) for step in range(50)]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert rates[10] == 1.0
+    assert rates[30] == pytest.approx(0.55)
+    assert lr_at(config, 50, 5) == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("unstructured", Unstructured()),
+        ("[4, 8]", Block(4, 8)),
+        ("channel", Channel()),
+        ("channel:in", Channel("in")),
+        ("nm:2:4", NM(2, 4)),
+        ("nm:1:16", NM(1, 16)),
+    ],
+)
+def test_patterns_by_name(text: str, pattern: Pattern) -> None:
+    config = load_recipe("digits", [f"pattern={text}"])
+    assert build_pattern(config) == pattern
+    assert from_dict(yaml.safe_load(to_yaml(config))) == config
+
+
+@pytest.mark.parametrize("text", ["nm", "nm:2", "nm:2:4:8", "nm:a:b", "channels", "channel:up", "block:2:2", "2:4"])
+def test_unknown_patterns_are_errors(text: str) -> None:
+    with pytest.raises(RecipeError, match="pattern: .* is not accepted; accepted: unstructured, .*nm:N:M"):
+        load_recipe("digits", [f"pattern={text}"])

@@ -1,0 +1,129 @@
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spartan.app.train import vision
+from spartan.app.train.config import RecipeError, from_dict
+from spartan.zoo import build_model
+
+
+def build(model: str, classes: int = 10, shape: tuple[int, int, int] = (3, 32, 32), **args: Any) -> nn.Module:
+    return build_model(from_dict({"model": model, "model_args": args}), classes, shape)
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "shape", "low", "high"),
+    [
+        ("digits-cnn", 10, (1, 8, 8), 56_000, 57_000),
+        ("wrn-22-2", 10, (3, 32, 32), 1.07e6, 1.09e6),
+        ("wrn-22-2", 100, (3, 32, 32), 1.08e6, 1.10e6),
+        ("wrn-16-1", 10, (1, 28, 28), 0.17e6, 0.18e6),
+        ("wrn-10-3", 7, (2, 16, 16), 0.6e6, 0.8e6),
+        ("resnet18-cifar", 10, (3, 32, 32), 11.17e6, 11.18e6),
+        ("torchvision/resnet18", 5, (3, 64, 64), 11.1e6, 11.3e6),
+        ("torchvision/squeezenet1_1", 5, (3, 64, 64), 0.7e6, 0.8e6),
+        ("timm/resnet10t", 7, (3, 32, 32), 4e6, 6e6),
+        ("timm/resnet10t", 7, (1, 32, 32), 4e6, 6e6),
+    ],
+)
+def test_parameters_and_scores(name: str, classes: int, shape: tuple[int, int, int], low: float, high: float) -> None:
+    model = build(name, classes, shape)
+    assert low <= parameters(model) <= high
+    scores = model.train()(torch.randn(2, *shape))
+    assert scores.shape == (2, classes)
+    assert scores.isfinite().all()
+
+
+def test_the_stem_of_resnet18_keeps_small_images_large() -> None:
+    model = build("resnet18-cifar")
+    seen: list[torch.Size] = []
+    assert isinstance(model.layer1, nn.Module)
+    model.layer1.register_forward_hook(lambda *args: seen.append(args[2].shape))
+    model(torch.randn(2, 3, 32, 32))
+    assert seen == [(2, 64, 32, 32)]
+
+
+def test_wide_resnets_are_initialised_by_he_and_start_in_the_right_scale() -> None:
+    torch.manual_seed(0)
+    model = build("wrn-22-2")
+    weight = dict(model.named_parameters())["blocks.8.conv2.weight"]
+    assert weight.std().item() == pytest.approx((2 / (128 * 9)) ** 0.5, rel=0.02)
+    assert sum(isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3) for m in model.modules()) == 19
+    assert sum(isinstance(m, nn.Conv2d) and m.kernel_size == (1, 1) for m in model.modules()) == 3
+
+
+def test_vits_follow_the_image_size() -> None:
+    model = build("torchvision/vit_b_16", 5, (3, 32, 32), num_layers=1, hidden_dim=32, num_heads=2, mlp_dim=64)
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 5)
+    assert model.patch_size == 16
+    with torch.device("meta"):
+        assert parameters(build("torchvision/vit_b_16", 1000, (3, 224, 224))) == 86_567_656
+        assert parameters(build("torchvision/vit_b_16", 1000, (3, 224, 224), num_layers=12)) == 86_567_656
+        assert parameters(build("torchvision/vit_b_16", 1000, (3, 32, 32))) == 86_567_656 - (196 - 4) * 768
+    with pytest.raises(RecipeError, match="model: torchvision/vit_b_16 cannot be built with model_args .*divisible"):
+        build("torchvision/vit_b_16", 5, (3, 32, 32), num_layers=1, hidden_dim=33)
+    small = {"img_size": 32, "patch_size": 8, "depth": 1, "embed_dim": 24}
+    model = build("timm/vit_tiny_patch16_224", 5, (3, 32, 32), **small)
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "says"),
+    [
+        ("wrn22-2", {}, r"model: 'wrn22-2' is unknown \(did you mean wrn-22-2\?\)"),
+        ("wrn-23-2", {}, r"model: wrn-23-2 does not exist.*did you mean wrn-22-2\?"),
+        ("wrn-22-0", {}, r"did you mean wrn-22-1\?"),
+        ("digits-cnn", {"depth": 3}, "model_args: depth: digits-cnn takes no arguments"),
+        ("torchvision/resnet51", {}, r"torchvision has no model 'resnet51' \(did you mean resnet50\?\)"),
+        ("torchvision/fasterrcnn_resnet50_fpn", {}, "torchvision has no model"),
+        ("torchvision/resnet18", {"widht": 2}, r"model: torchvision/resnet18 cannot be built.*widht"),
+        ("torchvision/resnet18", {"weights": "NONESUCH"}, "model: torchvision/resnet18 cannot be built"),
+        ("timm/resnet10tt", {}, r"timm has no model 'resnet10tt' \(did you mean resnet10t\?\)"),
+        ("timm/resnet10t", {"widht": 2}, r"model: timm/resnet10t cannot be built.*widht"),
+        ("no_such_module:net", {}, "model: cannot import 'no_such_module'"),
+        ("math:net", {}, "model: 'math' has no function 'net'"),
+        ("math:sqrt", {}, "model: math:sqrt cannot be called with classes="),
+        ("builtins:dict", {}, "model: builtins:dict cannot be called with classes="),
+    ],
+)
+def test_bad_names_and_arguments(name: str, args: dict[str, Any], says: str) -> None:
+    with pytest.raises(RecipeError, match=says):
+        build(name, **args)
+
+
+def test_torchvision_models_want_three_channels() -> None:
+    with pytest.raises(RecipeError, match="takes images of 3 channels, and data.source digits has 1"):
+        build("torchvision/resnet18", 10, (1, 8, 8))
+
+
+def test_ones_own_function_from_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_own_models.py").write_text(
+        "import torch\ndef net(classes, hidden=4):\n    return torch.nn.Linear(hidden, classes)\n"
+        "def table(classes):\n    return {}\n"
+    )
+    (tmp_path / "my_broken_models.py").write_text("def net(:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert parameters(build("my_own_models:net", 3, hidden=5)) == 18
+    with pytest.raises(RecipeError, match=r"has no function 'nte' \(did you mean net\?\)"):
+        build("my_own_models:nte")
+    with pytest.raises(RecipeError, match="my_own_models:table returned dict; a torch.nn.Module is needed"):
+        build("my_own_models:table")
+    with pytest.raises(RecipeError, match="model: cannot import 'my_broken_models' .SyntaxError"):
+        build("my_broken_models:net")
+
+
+def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)  # Python's way of saying there is none
+    with pytest.raises(
+        RecipeError, match=r"needs timm, which is not installed: pip install 'spartan-sparsity\[vision\]'"
+    ):
+        vision.timm()
