@@ -36,8 +36,9 @@ from torch import Tensor, nn
 import spartan
 from spartan.app.train import vision
 from spartan.files import codes, read, save
-from spartan.patterns import Block, Pattern, Unstructured
-from spartan.targets import find_targets
+from spartan import Block, Unstructured
+from spartan.problem.patterns import Pattern
+from spartan.problem.targets import find_targets
 
 # Where it is not installed its column stays empty.
 zstandard: Any = importlib.import_module("zstandard") if importlib.util.find_spec("zstandard") else None

@@ -19,7 +19,7 @@ from torch.multiprocessing.spawn import spawn
 
 from spartan import Sparsifier
 from spartan.masters import FrozenMaster
-from spartan.sharding import local
+from spartan.distributed import local
 
 STEPS = 10
 WIDTH = 512

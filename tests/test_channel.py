@@ -11,7 +11,7 @@ from torch import nn
 
 import spartan
 from spartan import Block, Channel, Flops, Sparsifier
-from spartan.groups import make_plan
+from spartan.problem.problem import make_problem
 from tests.contract.cases import Net, backward
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spartan.flop_count import FlopCount, LayerFlops, flops, macs_per_parameter
+from spartan.problem.flops import FlopCount, LayerFlops, flops, macs_per_parameter
 from tests.torchvision_cpu import torchvision
 
 DOUBLE_COUNTED = ("ReLU", "GELU", "MaxPool2d", "AdaptiveAvgPool2d")

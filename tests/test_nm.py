@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import spartan
 from spartan import NM, Flops, Sparsifier, Spartan, TopKAST, cubic
-from spartan.groups import make_plan
+from spartan.problem.problem import make_problem
 from spartan.methods.base import vjp
 from spartan.methods.feather import Feather
 from spartan.methods.imp import IMP

@@ -14,11 +14,11 @@ from torch.nn.utils import parametrizations, prune
 
 import spartan
 from spartan import Block, Flops, Sparsifier, Spartan, Unstructured, constant, cosine, cubic, linear
-from spartan.budgets import divide, erk
-from spartan.groups import make_plan
-from spartan.patterns import Pattern
-from spartan.schedules import Moment
-from spartan.targets import find_targets
+from spartan.problem.budgets import divide, erk
+from spartan.problem.problem import make_problem
+from spartan.problem.patterns import Pattern
+from spartan.problem.schedules import Moment
+from spartan.problem.targets import find_targets
 from tests.contract.cases import Net
 
 

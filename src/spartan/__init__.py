@@ -2,24 +2,28 @@
 
 from typing import TYPE_CHECKING, Any
 
-from spartan.costs import Flops, Params
 from spartan.files import load, save
-from spartan.flop_count import flops
-from spartan.heads import Heads
 from spartan.methods import Methods, package
 from spartan.methods.dense import Dense
 from spartan.methods.imp import IMP
 from spartan.methods.spartan import Spartan
 from spartan.methods.topkast import TopKAST
-from spartan.oneshot import prune
 from spartan.ops import hard_topk, soft_topk
-from spartan.patterns import NM, Block, Channel, Unstructured
-from spartan.schedules import constant, cosine, cubic, linear
+from spartan.problem.costs.flops import Flops
+from spartan.problem.costs.params import Params
+from spartan.problem.flops import flops
+from spartan.problem.patterns.block import Block
+from spartan.problem.patterns.channel import Channel
+from spartan.problem.patterns.heads import Heads
+from spartan.problem.patterns.nm import NM
+from spartan.problem.patterns.unstructured import Unstructured
+from spartan.problem.schedules import constant, cosine, cubic, linear
+from spartan.prune import prune
 from spartan.sparsifier import Sparsifier
 
 if TYPE_CHECKING:
     from spartan.inference import accelerate, explain, export_onnx
-    from spartan.sharded_checkpoint import load_sharded, save_sharded
+    from spartan.state.sharded import load_sharded, save_sharded
 
 __version__ = "0.1.0"
 
@@ -66,7 +70,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(inference, name)
     if name in ("load_sharded", "save_sharded"):  # so does torch.distributed.checkpoint
-        from spartan import sharded_checkpoint
+        from spartan.state import sharded
 
-        return getattr(sharded_checkpoint, name)
+        return getattr(sharded, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,9 +9,8 @@ The model always holds the sparse weights w = f(θ). Three moves make a training
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,20 +20,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from spartan import checkpoint
-from spartan.budgets import Budget
-from spartan.costs import Cost, Flops, as_cost
-from spartan.fast import check_kernels
-from spartan.groups import make_plan
-from spartan.ledger import Ledger
+from spartan.distributed import same_on_all
 from spartan.methods import as_method, check_together
 from spartan.methods.base import Method
-from spartan.ops.collective import share
-from spartan.patterns import Pattern
-from spartan.run import Run
-from spartan.schedules import Moment
-from spartan.stats import Layer, Stats, describe
-from spartan.wrap import Closure, add_learned, check_optimizers, remove_learned, skipped, wrap_step
+from spartan.problem.budgets import Budget
+from spartan.problem.costs import Cost, as_cost
+from spartan.problem.patterns import Pattern
+from spartan.problem.problem import make_problem
+from spartan.problem.schedules import Moment
+from spartan.problem.targets import Globs
+from spartan.solvers.base import check_kernels
+from spartan.state import plain
+from spartan.step.run import Run, skipped
+from spartan.step.stats import Layer, Stats, describe, progress_of
+from spartan.step.wrap import add_learned, check_optimizers, remove_learned, wrap_step
 
 # Which sparsifier a parameter belongs to, so that a second one on the same model is refused.
 _OWNERS: Any = WeakIdKeyDictionary()
@@ -59,6 +58,7 @@ class Sparsifier:
         warmup: fraction of total_steps over which the sparsity grows; None is the method's own.
         finetune: fraction of total_steps, at the end, with the mask fixed; None is the method's own.
         count: "targets", or "model": biases and norms count too, and the targets get sparser to make up for it.
+        min_density: fraction of a layer that is kept at least, where layers share a budget: one for all, or {glob: fraction}.
         kernels: "auto" (Triton on a CUDA device, plain torch elsewhere), "torch" or "triton".
 
     Example:
@@ -84,11 +84,12 @@ class Sparsifier:
         pattern: Pattern | None = None,
         cost: Cost | Mapping[str, float] | None = None,
         budget: Budget | None = None,
-        include: str | Iterable[str] | None = None,
-        exclude: str | Iterable[str] | None = None,
+        include: Globs = None,
+        exclude: Globs = None,
         warmup: float | None = None,
         finetune: float | None = None,
         count: str = "targets",
+        min_density: float | Mapping[str, float] = 0.0,
         kernels: str = "auto",
     ) -> None:
         self.model = model
@@ -101,12 +102,14 @@ class Sparsifier:
         )
         if budget is None:
             budget = getattr(pattern, "budget", None) or self.method.budget
-        plan = make_plan(
-            model, sparsity, pattern=pattern, cost=cost, budget=budget, include=include, exclude=exclude, count=count
-        )
-        check_together(self.method, plan.groups[0].pattern)
-        self._flops = isinstance(cost, Flops)
-        self._targets = [target for group in plan.groups for target in group.targets]
+        problem = make_problem(
+            model, sparsity, pattern=pattern, cost=cost, budget=budget, include=include, exclude=exclude, count=count,
+            min_density=min_density,
+        )  # fmt: skip
+        check_together(self.method, problem.pattern)
+        self.method.check(problem)
+        self._flops = as_cost(cost).counts_flops
+        self._targets = problem.targets
         for target in self._targets:
             other = _OWNERS.get(target.parameter)
             if other is not None and other() is not None:
@@ -117,19 +120,19 @@ class Sparsifier:
         self.settings: dict[str, Any] = {
             "method": repr(self.method),
             "sparsity": float(sparsity),
-            "pattern": repr(plan.groups[0].pattern),
+            "pattern": repr(problem.pattern),
             "cost": as_cost(cost).describe(),
             "budget": dict(budget) if isinstance(budget, Mapping) else budget,
             "count": count,
             "total_steps": total_steps,
             "warmup_steps": at.warmup_steps,
             "freeze_step": at.freeze_step,
+            "min_density": dict(min_density) if isinstance(min_density, Mapping) else float(min_density),
         }
         # Every process must draw the same random numbers: process 0's seed is that of all.
-        at = replace(at, seed=share(at.seed, self._targets[0].parameter.device))
-        self._run = Run(plan, self.method, at, check_kernels(kernels), model)
+        at = replace(at, seed=same_on_all(at.seed, self._targets[0].parameter.device))
+        self._run = Run(problem, self.method, at, check_kernels(kernels), model)
         # Nothing of the model has been touched up to here, so a bad argument changes nothing.
-        self._ledger = Ledger(self._targets)
         for target in self._targets:
             _OWNERS[target.parameter] = weakref.ref(self)
         self._optimizers: list[Optimizer] = []
@@ -164,7 +167,7 @@ class Sparsifier:
         return self
 
     def _learned(self) -> list[nn.Parameter]:
-        return [p for group in self._run.plan.groups for p in group.learned.values()]
+        return [p for part in self._run.weights.parts for p in part.state.parameters()]
 
     # ------------------------------------------------------------------ the step
 
@@ -172,79 +175,33 @@ class Sparsifier:
         """Turn the gradients for w in `.grad` into gradients for θ, once per step.
 
         Needed only before clipping or logging gradients; `optimizer.step()` does it otherwise. The map is linear, so
-        accumulated and loss-scaled gradients are fine (a method with a penalty of its own wants them unscaled).
+        accumulated and loss-scaled gradients are fine.
         """
         self._alive("backward")
-        self._run.check_model()
-        fresh = [self._ledger.fresh(i) for i in range(len(self._targets))]
-        if any(fresh) and not self.method.identity:
-            self._run.transform(fresh)
-            for i in range(len(self._targets)):
-                self._ledger.transformed(i)
+        self._run.backward()
 
-    def _step(self, optimizer: Optimizer, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+    def _step(self, optimizer: Optimizer, update: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """What `optimizer.step()` does now."""
         self._alive("optimizer.step")
-        self._run.watch.look()
+        run = self._run
+        run.guard.look()
+        me = next(j for j, other in enumerate(self._optimizers) if other is optimizer)
         if self.method.identity:
-            result = inner() if closure is None else inner(closure)
-            self._after(optimizer)
-            return result
-        run, mine = self._run, [i for i, j in enumerate(self._owner) if self._optimizers[j] is optimizer]
-
-        def ready() -> None:
-            """Gradients for θ, and finite ones, unless a loss scaler is there to skip the update."""
-            if getattr(optimizer, "grad_scale", None) is not None and not self.method.linear:
-                raise RuntimeError(
-                    f"{self.method!r} adds a penalty to the gradients, which must not be scaled: call "
-                    "scaler.unscale_(optimizer) before scaler.step(optimizer)"
-                )
-            self.backward()
-            if getattr(optimizer, "found_inf", None) is None:
-                run.check_gradients(mine)
-
-        evaluate = None if closure is None else Closure(run, mine, closure, ready)
-        if evaluate is None:
-            ready()
+            result = update() if closure is None else update(closure)
         else:
-            run.check_model()
-        with torch.no_grad():
-            try:
-                run.put(mine)
-                result = inner() if evaluate is None else inner(evaluate)
-                if not skipped(optimizer):
-                    run.check_weights(mine)
-            except BaseException:
-                if evaluate is not None:
-                    evaluate.roll_back()
-                run.write()
-                raise
-            try:
-                run.take(mine)
-                for i in mine:
-                    self._ledger.stepped(i)
-            finally:
-                self._after(optimizer)
+            mine = [i for i, j in enumerate(self._owner) if j == me]
+            result = run.step(optimizer, mine, update, closure)
+        run.finish(optimizer, self._advances(me) if not skipped(optimizer) else False)
         return result
 
-    def _after(self, optimizer: Optimizer) -> None:
-        """Advance the schedule when all optimizers have stepped, or one steps again; choose masks; write w."""
-        try:
-            if skipped(optimizer):
-                return
-            me = next(j for j, other in enumerate(self._optimizers) if other is optimizer)
-            again = me in self._round
-            self._round = {me} if again else self._round | {me}
-            everyone = len(self._round) == len(self._optimizers)
-            if again or everyone:
-                self._run.advance()
-            if everyone:
-                self._round = set()
-            self._run.choose()
-            self._run.agree()
-        finally:
-            self._run.write()  # whatever happens, the model holds w
-        self._run.watch.send(self._run.at.step)
+    def _advances(self, me: int) -> bool:
+        """Whether the schedule moves on: when all optimizers have stepped, or one steps again."""
+        again = me in self._round
+        self._round = {me} if again else self._round | {me}
+        everyone = len(self._round) == len(self._optimizers)
+        if everyone:
+            self._round = set()
+        return again or everyone
 
     @contextmanager
     def dense_weights(self) -> Iterator[None]:
@@ -264,18 +221,18 @@ class Sparsifier:
         self._lent = True
         try:
             with torch.no_grad():
-                run.put(every)
+                run.weights.put(every)
             yield
-            run.check_same_tensors()
-            run.check_weights(every)
+            run.guard.same_tensors()
+            run.guard.updates(every, run.at.step)
         except BaseException:
             run.write()
             raise
         else:
             try:
                 with torch.no_grad():
-                    run.take(every)
-                run.choose()
+                    run.weights.take(every)
+                run.solve()
             finally:
                 run.write()
         finally:
@@ -284,7 +241,7 @@ class Sparsifier:
     def finalize(self) -> None:
         """End training: drop θ and leave an ordinary sparse model. `optimizer.step()` raises from then on."""
         self._alive("finalize")
-        self._run.watch.look(wait=True)
+        self._run.guard.look(wait=True)
         self._run.check_model()
         at = self._run.at
         sparse_at = {"never": 0, "finetune": at.freeze_step}.get(self.method.sparse_from, at.warmup_steps)
@@ -294,8 +251,8 @@ class Sparsifier:
                 f"step {sparse_at}; train on, or build the sparsifier with fewer total_steps"
             )
         self._final = (self.stats, self.layers())
-        self._ledger.close()
-        self._run.masters = []
+        self._run.gradients.close()
+        self._run.weights.drop()
         for target in self._targets:
             _OWNERS.pop(target.parameter, None)
 
@@ -315,41 +272,31 @@ class Sparsifier:
         """Where the run stands: step, phase, achieved and asked density and cost, β, μ, threshold, passes."""
         if self._final is not None:
             return self._final[0]
-        return Stats.of(self._run.plan, self.method, self._run.at, self._run.kept_units(), self._run.sent)
+        return Stats.of(self._run)
 
     def progress(self) -> dict[str, Any]:
         """The part of `stats` that costs nothing to read: what is asked for, what is kept, how the mask was solved.
 
         Densities are fractions of the whole cost here. On an accelerator some of it is still on the device, as tensors.
         """
-        run = self._run
-        groups, duals = run.plan.groups, [g.dual for g in run.plan.groups if g.dual is not None]
-        kept = sum(math.nan if g.threshold is None else g.threshold.cost for g in groups) + run.plan.untouched
-        unknown = not isinstance(kept, Tensor) and math.isnan(kept)
-        return {
-            "target_density": (sum(g.k for g in groups) + run.plan.untouched) / run.plan.total,
-            "density": None if unknown else kept / run.plan.total,
-            "beta": self.method.beta_at(groups[0], run.at),
-            "mu": duals[0].mu if len(duals) == 1 else None,
-            "passes": _most([d.passes for d in duals]),
-        }
+        return progress_of(self._run)
 
     def layers(self) -> list[Layer]:
         """Per-layer shape, parameters, kept weights, density and (with a FLOP cost) FLOPs."""
         if self._final is not None:
             return self._final[1]
-        return Layer.of(self._run.plan, self._run.kept_units(), self._flops)
+        return Layer.of(self._run.problem, self._run.kept_units(), self._flops)
 
     def masks(self) -> dict[str, Tensor]:
         """Bool per weight: what is kept now, by parameter name."""
         if self._final is not None:
             return {t.name: t.parameter.detach() != 0 for t in self._targets}
-        return self._run.masks()
+        return self._run.weights.masks(self._run.at)
 
     def mask_histogram(self, bins: int = 50) -> list[int] | None:
         """How many units have a soft mask value in each of `bins` equal parts of [0, 1]; None for hard masks."""
         self._alive("mask_histogram")
-        return self._run.mask_histogram(bins)
+        return self._run.weights.histogram(self._run.at, bins)
 
     def __repr__(self) -> str:
         return describe(self.method, self.settings, self.stats, self.layers(), self._run.path())
@@ -359,27 +306,16 @@ class Sparsifier:
     def state_dict(self) -> dict[str, Any]:
         """θ by parameter name, the step and all else that a bit-identical resume needs; tensors are not copied."""
         self._alive("state_dict")
-        self._run.watch.look(wait=True)
-        state = checkpoint.pack(self.settings, self._run.at, self._run.plan.groups, self._run.masters)
-        return {**state, "round": sorted(self._round)}
+        self._run.guard.look(wait=True)
+        return {**plain.pack(self.settings, self._run), "round": sorted(self._round)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved with the same model and settings. Load the model and the optimizer as well."""
         self._alive("load_state_dict")
         run = self._run
-        run.check_same_tensors()
-        checkpoint.check(state, self.settings, run.plan.groups)
-        run.at, run.masters = checkpoint.restore_weights(state, run.at, run.masters)
-        run.attach_kernels()
-        checkpoint.restore_groups(state, run.plan.groups)
+        run.guard.same_tensors()
+        plain.check(state, self.settings, run)
+        plain.restore(state, run)
         self._round = set(state["round"])
-        run.set_budgets()
-        run.solve_anew([i for i, of in enumerate(state["groups"]) if checkpoint.needs_solving(of)])
         run.count()
         run.write()
-
-
-def _most(passes: list[int | Tensor]) -> int | Tensor:
-    """The largest; on the device if they are there."""
-    tensors = [p for p in passes if isinstance(p, Tensor)]
-    return torch.stack(tensors).max() if tensors else max((p for p in passes if not isinstance(p, Tensor)), default=0)

@@ -1,6 +1,7 @@
 """Methods of the kinds that the base class must carry but the library does not ship yet, written as a user would.
 
-One learns scores, one updates masks every few steps and looks at dense gradients, one draws random numbers each step.
+One learns scores through an expression of its own, one updates masks every few steps and looks at dense gradients, one
+draws random numbers each step.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from spartan.groups import Group
-from spartan.methods.base import Method, generator, masked, straight_through
-from spartan.ops.select import select
-from spartan.schedules import Moment
+from spartan.methods.base import Method, straight_through
+from spartan.problem.schedules import Moment
+from spartan.solvers.base import Grads
+from spartan.solvers.forms import KEPT, Form, Stored
+from spartan.solvers.torch import TorchSolver
+from spartan.solvers.units import generator, masked
 
 
 @dataclass(frozen=True)
@@ -29,22 +32,27 @@ class LearnedScores(Method):
     reference = "a test"
     learned_options = {"weight_decay": 0.0}  # noqa: RUF012
 
-    def setup(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
-        for i, u in enumerate(group.scores(thetas)):
-            group.learned[f"phi{i}"] = nn.Parameter(u.detach().clone())
+    def setup(self, solver: TorchSolver, at: Moment) -> None:
+        solver.state.learned["phi"] = nn.Parameter(solver.scores().clone())
 
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
-        group.threshold = select(group.parts([p.detach() for p in group.learned.values()]), group.k)
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
+        solver.solve(solver.k, ranks=solver.state.learned["phi"].detach())
 
-    def keep(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
-        assert group.threshold is not None
-        return group.keep([p.detach() for p in group.learned.values()], group.threshold)
+    def keep(self, solver: TorchSolver, at: Moment) -> Tensor:
+        return solver.pools.keep(solver.state.learned["phi"].detach(), solver.a)
 
-    def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        keep = self.keep(group, thetas)
-        soft = [straight_through(phi, k.to(phi.dtype)) for phi, k in zip(group.learned.values(), keep, strict=True)]
-        product = [theta * m for theta, m in zip(thetas, group.expand(soft), strict=True)]
-        return [straight_through(w, masked(w, k)) for w, k in zip(product, group.expand(keep), strict=True)]
+    def freeze(self, solver: TorchSolver, at: Moment) -> tuple[Tensor, Tensor]:
+        kept = self.keep(solver, at)
+        return kept, kept.to(solver.dtype)
+
+    def form(self, solver: TorchSolver, at: Moment) -> Form:
+        def weights(thetas: Sequence[Tensor]) -> list[Tensor]:
+            phi, kept = solver.state.learned["phi"], self.keep(solver, at)
+            soft = solver.per_target(solver.spread(straight_through(phi, kept.to(phi.dtype))))
+            entries = zip(thetas, soft, solver.per_target(solver.spread(kept)), strict=True)
+            return [straight_through(theta * m, masked(theta * m, keep)) for theta, m, keep in entries]
+
+        return Form(own=weights)
 
 
 @dataclass(frozen=True)
@@ -61,34 +69,27 @@ class Regrowing(Method):
     budget = "erk"
     warmup = 0.0
 
-    def setup(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
-        for i, u in enumerate(group.scores(thetas)):
-            group.tensors[f"mask{i}"] = torch.zeros_like(u, dtype=torch.bool)
-            group.tensors[f"growth{i}"] = u.detach().clone()
+    def setup(self, solver: TorchSolver, at: Moment) -> None:
+        u = solver.scores()
+        solver.state.per_unit |= {"mask": torch.zeros_like(u, dtype=torch.bool), "growth": u.clone()}
 
-    def observe(self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment) -> None:
-        for i, g in enumerate(grads):
-            if g is not None:
-                group.tensors[f"growth{i}"] = group.pattern.reduce(g.abs())
+    def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:
+        slabs = [g.abs() for g in solver.dense(grads)]
+        solver.state.per_unit["growth"] = solver.reduce(slabs)
 
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
         if at.step % 3:
             return
-        rank = []
-        for i, u in enumerate(group.scores(thetas)):
-            mask, growth = group.tensors[f"mask{i}"], group.tensors[f"growth{i}"]
-            strong = mask & (u >= torch.quantile(u[mask], 0.3)) if mask.any() else mask
-            rank.append(torch.where(strong, 2.0 + u / (1.0 + u), growth / (1.0 + growth)))
-        threshold = select(group.parts(rank), group.k)
-        for i, keep in enumerate(group.keep(rank, threshold)):
-            group.tensors[f"mask{i}"] = keep
+        u, mask, growth = solver.scores(), solver.state.per_unit["mask"], solver.state.per_unit["growth"]
+        strong = mask.clone()
+        for here in solver.problem.slices:
+            if mask[here].any():
+                strong[here] &= u[here] >= torch.quantile(u[here][mask[here]], 0.3)
+        rank = torch.where(strong, 2.0 + u / (1.0 + u), growth / (1.0 + growth))
+        solver.state.per_unit["mask"] = solver.top(solver.k, rank)
 
-    def keep(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
-        return [group.tensors[f"mask{i}"] for i in range(len(thetas))]
-
-    def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        keep = group.expand(self.keep(group, thetas))
-        return [masked(theta, k) for theta, k in zip(thetas, keep, strict=True)]
+    def form(self, solver: TorchSolver, at: Moment) -> Form:
+        return Form(Stored("mask"), KEPT)
 
 
 @dataclass(frozen=True)
@@ -103,20 +104,28 @@ class Sampled(Method):
     needs = "random numbers"
     reference = "a test"
 
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
-        noisy = [u * self._noise(u, at, i) for i, u in enumerate(group.scores(thetas))]
-        threshold = select(group.parts(noisy), group.k)
-        for i, keep in enumerate(group.keep(noisy, threshold)):
-            group.tensors[f"mask{i}"] = keep
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
+        solver.state.per_unit["mask"] = solver.top(solver.k, solver.scores() * self._noise(solver, at))
 
-    def _noise(self, u: Tensor, at: Moment, i: int) -> Tensor:
-        return torch.rand(u.shape, dtype=u.dtype, device=u.device, generator=generator(at, u.device, i)) + 0.5
+    def _noise(self, solver: TorchSolver, at: Moment) -> Tensor:
+        each = []
+        for i, n in enumerate(solver.problem.units):
+            members = solver.problem.members(solver.problem.segment_of[i])
+            rng = generator(at, solver.device, members.index(i))
+            each.append(torch.rand(n, dtype=solver.dtype, device=solver.device, generator=rng) + 0.5)
+        return torch.cat(each)
 
-    def keep(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
-        return [group.tensors[f"mask{i}"] for i in range(len(thetas))]
+    def keep(self, solver: TorchSolver, at: Moment) -> Tensor:
+        return solver.state.per_unit["mask"]
 
-    def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        keep = group.expand(self.keep(group, thetas))
-        noise = group.expand([self._noise(u, at, i) for i, u in enumerate(group.scores(thetas))])
-        product = [theta * n for theta, n in zip(thetas, noise, strict=True)]
-        return [straight_through(w, masked(w, k)) for w, k in zip(product, keep, strict=True)]
+    def freeze(self, solver: TorchSolver, at: Moment) -> tuple[Tensor, Tensor]:
+        kept = self.keep(solver, at)
+        return kept, kept.to(solver.dtype)
+
+    def form(self, solver: TorchSolver, at: Moment) -> Form:
+        def weights(thetas: Sequence[Tensor]) -> list[Tensor]:
+            noise, kept = self._noise(solver, at), self.keep(solver, at)
+            entries = zip(thetas, *(solver.per_target(solver.spread(x)) for x in (noise, kept)), strict=True)
+            return [straight_through(theta * n, masked(theta * n, keep)) for theta, n, keep in entries]
+
+        return Form(own=weights)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from spartan import NM
-from spartan.methods.base import vjp
 from spartan.sparsifier import Sparsifier
+from tests.contract import oracle
 from tests.contract.cases import METHODS, STEPS, Case, all_cases, backward, batch
 
 each_case = pytest.mark.parametrize("case", all_cases())
@@ -32,25 +32,27 @@ def check_budget(model: nn.Module, sparsifier: Sparsifier) -> None:
     weights = dict(model.named_parameters())
     warmed = min(1.0, run.at.step / run.at.warmup_steps) if run.at.warmup_steps else 1.0
     grown = {"start": 1.0, "warmup": sparsifier.method.ramp.at(warmed)}
-    for group in run.plan.groups:
-        density = 1.0 - group.sparsity * grown.get(sparsifier.method.sparse_from, 1.0)
-        if isinstance(group.pattern, NM):  # whole numbers of every m, rounded up while the density falls
-            n, m = math.ceil(group.pattern.m * density - 1e-9), group.pattern.m
+    problem = run.problem
+    for segment in problem.segments:
+        members = segment.targets
+        density = 1.0 - segment.sparsity * grown.get(sparsifier.method.sparse_from, 1.0)
+        if isinstance(problem.pattern, NM):  # whole numbers of every m, rounded up while the density falls
+            n, m = math.ceil(problem.pattern.m * density - 1e-9), problem.pattern.m
             density = n / m
-            for t in group.targets:
-                assert (masks[t.name].movedim(1, -1).reshape(-1, m).sum(1) == n).all(), f"{n} of every {m}"
-        k = group.total * density
-        units = [
-            group.pattern.reduce(masks[t.name].double()) / n for t, n in zip(group.targets, group.sizes, strict=True)
-        ]
-        cost = sum(float(u.sum()) * c for u, c in zip(units, group.unit_costs, strict=True))
+            for i in members:
+                name = problem.targets[i].name
+                assert (masks[name].movedim(1, -1).reshape(-1, m).sum(1) == n).all(), f"{n} of every {m}"
+        k = segment.total * density
+        costs = [problem.unit_costs[i] for i in members]
+        units = [problem.pattern.reduce(masks[problem.targets[i].name].double()) / problem.sizes[i] for i in members]
+        cost = sum(float(u.sum()) * c for u, c in zip(units, costs, strict=True))
         assert all(bool(((u == 0) | (u == 1)).all()) for u in units), "a unit lives or dies together"
-        if len(set(group.unit_costs)) == 1:
-            assert cost == group.unit_costs[0] * math.floor(k / group.unit_costs[0] + 1e-9)
-        assert k - max(group.unit_costs) < cost <= k + 1e-6
+        if len(set(costs)) == 1:
+            assert cost == costs[0] * math.floor(k / costs[0] + 1e-9)
+        assert k - max(costs) < cost <= k + 1e-6
     known = sparsifier.progress()["density"]
     if known is not None and sparsifier.method.sparse_from != "finetune":
-        assert known == pytest.approx(sparsifier.stats.cost / run.plan.total, abs=1e-8)
+        assert known == pytest.approx(sparsifier.stats.cost / problem.total, abs=1e-8)
     for name, mask in masks.items():
         assert not weights[name][~mask].any(), f"{name}: the model must be zero where nothing is kept"
         if not sparsifier.method.grows_from_zero:
@@ -71,7 +73,9 @@ def test_the_budget_is_exact_at_every_step_from_when_the_model_is_sparse(case: C
     assert stats.step == STEPS + 2
     assert stats.phase == "finetune"
     if sparsifier.method.sparse_from != "never":
-        assert stats.target_cost - stats.cost < sum(max(g.unit_costs) for g in sparsifier._run.plan.groups)
+        problem = sparsifier._run.problem
+        dearest = [max(problem.unit_costs[i] for i in segment.targets) for segment in problem.segments]
+        assert stats.target_cost - stats.cost < sum(dearest)
         nonzero = sum(int((p != 0).sum()) for p in model.parameters() if p.ndim > 1)
         kept = round(stats.density * sum(p.numel() for p in model.parameters() if p.ndim > 1))
         # What grew from zero stays there until a gradient reaches it.
@@ -84,49 +88,62 @@ def test_the_gradient_is_the_vjp_of_the_expression(case: Case) -> None:
     model, optimizer, sparsifier = case.build()
     for step in range(STEPS):
         run = sparsifier._run
-        thetas = [m.theta.clone() for m in run.masters]
-        leaves = [theta.requires_grad_() for theta in thetas]
-        if run.frozen:
-            weights = [m._spread(leaf * m.mask)[0] for m, leaf in zip(run.frozen, leaves, strict=True)]
+        (part,) = run.weights.parts
+        if run.weights.frozen:
+            leaves = [theta.clone().requires_grad_() for theta in part.thetas]
+            weights = [part.spread(i, leaf * part.masks[i]) for i, leaf in enumerate(leaves)]
+            added = None
         else:
-            weights, start = [], 0
-            for group in run.plan.groups:
-                mine = leaves[start : start + len(group.targets)]
-                weights += sparsifier.method.weights(group, mine, run.at)
-                start += len(group.targets)
-        state = {t.name: w for t, w in zip(run.targets, weights, strict=True)}
+            form = sparsifier.method.form(part, run.at)
+            leaves = [theta.clone().requires_grad_() for theta in part.theta.views]
+            weights = oracle.weights(part, form, leaves)
+            added = oracle.decay(part, form, leaves)
+        learned = part.state.parameters()
+        state = {t.name: w for t, w in zip(run.problem.targets, weights, strict=True)}
         x, y = batch(step)
         loss = nn.functional.cross_entropy(functional_call(model, state, (x,)), y)
-        expected = list(torch.autograd.grad(loss, leaves))
-        if not run.frozen:
-            added = [sparsifier.method.penalty(group, thetas, run.at) for group, thetas in run.groups()]
-            flat = [p for group, found in zip(run.plan.groups, added, strict=True) for p in found or group.shapes]
-            expected = [g + p if isinstance(p, Tensor) else g for g, p in zip(expected, flat, strict=True)]
+        found = torch.autograd.grad(loss, [*leaves, *learned], allow_unused=True)
+        expected = list(found[: len(leaves)])
         backward(model, step)
         sparsifier.backward()
-        for target, master, want in zip(run.targets, run.masters, expected, strict=True):
+        for i, (target, want) in enumerate(zip(run.problem.targets, expected, strict=True)):
             got = target.parameter.grad
             assert got is not None
-            if run.frozen:
+            if run.weights.frozen:
                 assert not got[~sparsifier.masks()[target.name]].any()
-                got = got.reshape(-1)[master.index]  # type: ignore[union-attr]
+                got = got.reshape(-1)[part.places[i]]
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+        if not run.weights.frozen:
+            for parameter, grad in zip(learned, found[len(leaves) :], strict=True):
+                assert (parameter.grad is None) == (grad is None)
+                if grad is not None:
+                    torch.testing.assert_close(parameter.grad, grad, rtol=1e-10, atol=1e-12)
+        if added is not None:
+            before = [target.parameter.grad.clone() for target in run.problem.targets]  # type: ignore[union-attr]
+            run._add_decay(range(len(before)), None)
+            for target, g, p in zip(run.problem.targets, before, added, strict=True):
+                torch.testing.assert_close(target.parameter.grad, g + p, rtol=1e-10, atol=1e-12)
         optimizer.step()
         optimizer.zero_grad()
 
 
 @each_case
 def test_a_closed_form_agrees_with_the_vjp_when_gradients_are_missing(case: Case) -> None:
+    """A weight that the loss does not reach gets the gradient of the others' budget, or none."""
     _, _, sparsifier = case.build(warmup=0.0)
     torch.manual_seed(1)
-    for group, thetas in sparsifier._run.groups():
-        grads: list[Tensor | None] = [torch.randn_like(t) for t in thetas]
-        grads[0] = None if len(grads) > 1 else grads[0]
-        got = sparsifier.method.gradient(group, thetas, grads, sparsifier._run.at)
-        want = vjp(sparsifier.method, group, thetas, grads, sparsifier._run.at)
-        added = sparsifier.method.penalty(group, thetas, sparsifier._run.at) or [torch.zeros_like(t) for t in thetas]
-        for a, b, zero, p in zip(got, want, map(torch.zeros_like, thetas), added, strict=True):
-            torch.testing.assert_close(zero if a is None else a, p if b is None else b + p, rtol=1e-10, atol=1e-12)
+    (part,) = sparsifier._run.weights.solving
+    form = sparsifier.method.form(part, sparsifier._run.at)
+    leaves = [theta.clone().requires_grad_() for theta in part.theta.views]
+    grads: list[Tensor | None] = [torch.randn_like(t) for t in leaves]
+    grads[0] = None
+    weights = oracle.weights(part, form, leaves)
+    outputs = [(w, g) for w, g in zip(weights, grads, strict=True) if g is not None]
+    want = torch.autograd.grad([w for w, _ in outputs], leaves, [g for _, g in outputs], allow_unused=True)  # type: ignore[misc]
+    with torch.no_grad():
+        got = part.turn(form, [None if g is None else g.clone() for g in grads])
+    for a, b, zero in zip(got, want, map(torch.zeros_like, leaves), strict=True):
+        torch.testing.assert_close(zero if a is None else a, zero if b is None else b, rtol=1e-10, atol=1e-12)
 
 
 @each_case

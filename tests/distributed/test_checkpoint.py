@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spartan.sharded_checkpoint import load_sharded, save_sharded
+from spartan.state.sharded import load_sharded, save_sharded
 from tests.distributed.cases import STEPS, Case, run, shard, train, weights
 from tests.distributed.workers import on
 

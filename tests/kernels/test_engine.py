@@ -12,7 +12,7 @@ from spartan import IMP, NM, Block, Channel, Flops, Sparsifier, Spartan, TopKAST
 from spartan.methods.base import Method
 from spartan.methods.movement import Movement
 from spartan.methods.optg import OptG
-from spartan.patterns import Pattern
+from spartan.problem.patterns import Pattern
 from tests.kernels import DEVICE
 from tests.waiting import check_no_step_waits
 

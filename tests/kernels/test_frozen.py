@@ -12,8 +12,8 @@ from spartan.fast import frozen_engine_for
 from spartan.groups import Group
 from spartan.kernels.frozen_engine import FrozenEngine
 from spartan.masters import FrozenMaster, gather
-from spartan.patterns import Unstructured
-from spartan.targets import Target
+from spartan import Unstructured
+from spartan.problem.targets import Target
 from tests.kernels import DEVICE
 
 FINE = torch.iinfo(torch.int32).max

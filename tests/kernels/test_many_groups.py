@@ -20,8 +20,8 @@ from spartan.methods import SET, ST3, STR, Feather, Method, RigL  # type: ignore
 from spartan.ops.parts import Part
 from spartan.ops.select import boundary
 from spartan.ops.soft_topk import residual_at
-from spartan.patterns import Pattern
-from spartan.schedules import Moment
+from spartan.problem.patterns import Pattern
+from spartan.problem.schedules import Moment
 from tests.kernels import DEVICE
 from tests.waiting import check_no_step_waits
 

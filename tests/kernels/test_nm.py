@@ -19,8 +19,8 @@ from spartan.kernels import nm
 from spartan.kernels.nm_engine import NMEngine
 from spartan.ops import rows
 from spartan.ops.rows import RowDual
-from spartan.schedules import Moment
-from spartan.targets import Target
+from spartan.problem.schedules import Moment
+from spartan.problem.targets import Target
 from tests.kernels import DEVICE
 
 pytestmark = pytest.mark.filterwarnings(

@@ -12,9 +12,9 @@ from spartan import Block, Channel, Spartan
 from spartan.fast import engine_for
 from spartan.groups import Group
 from spartan.kernels.unit_engine import UnitEngine, grid_of
-from spartan.patterns import Pattern
-from spartan.schedules import Moment
-from spartan.targets import Target
+from spartan.problem.patterns import Pattern
+from spartan.problem.schedules import Moment
+from spartan.problem.targets import Target
 from tests.kernels import DEVICE, test_engine
 
 pytestmark = pytest.mark.filterwarnings(

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from spartan import Block, Flops, Sparsifier, Unstructured
 from spartan.methods.acdc import ACDC
-from spartan.schedules import Moment
+from spartan.problem.schedules import Moment
 from tests.contract.cases import Net, batch
 from tests.methods.following import follow
 from tests.test_algorithm_3 import POSITIONS, spread, units

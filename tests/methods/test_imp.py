@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from spartan import IMP, Block, Sparsifier, Unstructured, cubic, linear
-from spartan.schedules import Schedule
+from spartan.problem.schedules import Schedule
 from tests.contract.cases import Net, backward, batch
 from tests.test_algorithm_3 import spread, units
 

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from spartan import Block, Flops, Sparsifier, Unstructured
 from spartan.methods.movement import Movement
-from spartan.schedules import linear
+from spartan.problem.schedules import linear
 from tests.contract.cases import Net, batch
 from tests.methods.following import follow
 from tests.test_algorithm_3 import POSITIONS, spread, units

@@ -22,7 +22,7 @@ from spartan.app.train.setup import build_method
 from spartan.groups import Group
 from spartan.methods import Method, as_method
 from spartan.methods.powerprop import Powerprop
-from spartan.schedules import Moment
+from spartan.problem.schedules import Moment
 from tests.contract.cases import Net, backward, batch
 from tests.test_algorithm_3 import spread, units
 

@@ -15,7 +15,7 @@ from spartan import Block, Flops, Sparsifier, Unstructured
 from spartan.methods import probmask
 from spartan.methods._masks import random_ranks
 from spartan.methods.probmask import ProbMask
-from spartan.schedules import Moment, linear
+from spartan.problem.schedules import Moment, linear
 from tests.contract.cases import Net, batch
 from tests.methods.test_movement import top_k
 from tests.test_algorithm_3 import POSITIONS, spread

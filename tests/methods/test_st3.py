@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from spartan import Block, Sparsifier, Unstructured, cubic, linear
-from spartan.groups import make_plan
+from spartan.problem.problem import make_problem
 from spartan.methods.st3 import ST3, channel_scales
-from spartan.schedules import Schedule
+from spartan.problem.schedules import Schedule
 from tests.contract.cases import Net, batch
 from tests.methods.following import follow
 

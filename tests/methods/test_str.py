@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 import spartan
 from spartan import Block, Sparsifier, Unstructured
-from spartan.groups import make_plan
+from spartan.problem.problem import make_problem
 from spartan.methods.soft_threshold import STR
 from tests.contract.cases import Net, batch
 from tests.methods.following import follow
@@ -132,7 +132,7 @@ def test_a_fused_group_has_one_threshold_per_layer() -> None:
     method = STR()
     thetas = [t.parameter.detach() for t in one.targets]
     flat = [torch.cat([t.reshape(-1) for t in thetas])]
-    at = spartan.schedules.Moment.start(10, 0.0, 0.0, 0)
+    at = spartan.problem.schedules.Moment.start(10, 0.0, 0.0, 0)
     for group, mine in ((one, thetas), (fused, flat)):
         group.k = group.total * (1 - SPARSITY)
         method.setup(group, mine, at)

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 import spartan
 from spartan import Block, Sparsifier, Unstructured
-from spartan.heads import Heads
+from spartan.problem.patterns.heads import Heads
 from spartan.methods import SViTE  # type: ignore[attr-defined]
 from tests.methods.rewiring import DECAY, LR, MOMENTUM, NAMES, T, compare
 
@@ -210,9 +210,9 @@ def test_torchvision_vit() -> None:
 
 
 def test_the_mask_is_updated_every_hundredth_of_the_run_until_four_fifths() -> None:
-    at = spartan.schedules.Moment.start(1000, SViTE.warmup, SViTE.finetune, 0)
+    at = spartan.problem.schedules.Moment.start(1000, SViTE.warmup, SViTE.finetune, 0)
     assert [t for t in range(1001) if SViTE().updates_at(t, at)] == list(range(10, 800, 10))
-    assert SViTE().period(spartan.schedules.Moment.start(30, 0.0, 0.2, 0)) == 1
+    assert SViTE().period(spartan.problem.schedules.Moment.start(30, 0.0, 0.2, 0)) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from spartan.files import codes, nm
-from spartan.patterns import Block, Pattern
+from spartan.problem.patterns import Pattern
+from spartan.problem.patterns.block import Block
 
 # What a packed tensor takes in the header beyond what a dense one does, at most: it must save more than that.
 HEADER_BYTES = 64

@@ -16,7 +16,7 @@ from spartan.files.architecture import Unbuildable, build, differences
 from spartan.files.choose import Code, matrix
 from spartan.files.values import Squeezed, unsqueeze
 from spartan.files.values import check as check_code
-from spartan.targets import clean_name, unwrap
+from spartan.problem.targets import clean_name, unwrap
 
 KERNELS = ("auto", "dense", "sparse")
 # Zeros take next to no space, so that a file may be far smaller than its tensors; an honest one at 99.9% is 740 times.

@@ -16,8 +16,10 @@ from spartan.files import codes, format, nm
 from spartan.files.architecture import reference_of
 from spartan.files.choose import HEADER_BYTES, Code, choose, matrix
 from spartan.files.values import Squeezed, squeeze
-from spartan.patterns import Block, Pattern, Unstructured, check_pattern
-from spartan.targets import clean_name, unwrap
+from spartan.problem.patterns import Pattern, check_pattern
+from spartan.problem.patterns.block import Block
+from spartan.problem.patterns.unstructured import Unstructured
+from spartan.problem.targets import clean_name, unwrap
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

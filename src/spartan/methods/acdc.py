@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from spartan.groups import Group
-from spartan.methods.base import Method, masked, masked_gradients
+from spartan.methods.base import Method
 from spartan.methods.registry import register
-from spartan.ops.select import Threshold
-from spartan.schedules import Moment
+from spartan.problem.schedules import Moment
+from spartan.solvers.forms import KEPT, STRAIGHT, Form, Stored
+from spartan.solvers.torch import TorchSolver
 
 
 @register
@@ -61,6 +58,7 @@ class ACDC(Method):
         "Peste et al., AC/DC: Alternating compressed/decompressed training of deep neural networks, NeurIPS 2021"
     )
     sparse_from = "finetune"
+    restarts = True
     refuses_nm = ""
     warmup = 0.0
     finetune = 0.15
@@ -80,56 +78,24 @@ class ACDC(Method):
             return True
         return (at.step - first) // max(phase, 1) % 2 == 1
 
-    def setup(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+    def setup(self, solver: TorchSolver, at: Moment) -> None:
         """Everything is kept before the first phase."""
-        self._everything(group, thetas)
+        solver.state.per_unit["keep"] = torch.ones(solver.count, dtype=torch.bool, device=solver.device)
+        solver.state.numbers["dense"] = 1
 
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
         """A new mask where a phase begins; in between, momentum must not move what is pruned."""
-        self._project(group, thetas)  # the step behind was taken with the mask so far
+        state = solver.state
+        if not state.numbers["dense"]:
+            solver.restart(~state.per_unit["keep"])  # the step behind was taken with the mask so far
         if self.dense_at(at):
-            if not _is_everything(group.threshold):
-                self._everything(group, thetas)
-        elif _is_everything(group.threshold) or at.phase == "finetune":
-            scores = group.scores(thetas)
-            group.threshold = group.select(scores, group.k)
-            for i, kept in enumerate(group.keep(scores, group.threshold)):
-                group.tensors[f"keep{i}"] = kept
-            self._project(group, thetas)
+            if not state.numbers["dense"]:
+                self.setup(solver, at)
+        elif state.numbers["dense"] or at.phase == "finetune":
+            state.numbers["dense"] = 0
+            state.per_unit["keep"] = solver.top(solver.k, solver.scores())
+            solver.restart(~state.per_unit["keep"])
 
-    def keep(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
-        """The mask of this phase."""
-        return [group.tensors[f"keep{i}"] for i in range(len(thetas))]
-
-    def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """M ⊙ θ."""
-        return self._masked(group, thetas)
-
-    def gradient(
-        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment
-    ) -> list[Tensor | None]:
-        """M ⊙ g."""
-        if _is_everything(group.threshold):
-            return list(grads)
-        keep = group.expand(self.keep(group, thetas))
-        return masked_gradients(grads, keep)
-
-    def _masked(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
-        keep = group.expand(self.keep(group, thetas))
-        return [masked(theta, kept) for theta, kept in zip(thetas, keep, strict=True)]
-
-    def _everything(self, group: Group, thetas: Sequence[Tensor]) -> None:
-        group.threshold = Threshold(-math.inf, cost=group.total)
-        for i, theta in enumerate(thetas):
-            group.tensors[f"keep{i}"] = torch.ones(group.units[i], dtype=torch.bool, device=theta.device)
-
-    def _project(self, group: Group, thetas: Sequence[Tensor]) -> None:
-        """θ ← M ⊙ θ."""
-        if not _is_everything(group.threshold):
-            for theta, w in zip(thetas, self._masked(group, thetas), strict=True):
-                theta.copy_(w)
-
-
-def _is_everything(threshold: Threshold | None) -> bool:
-    """Whether this is a dense phase; a threshold that is still on the device belongs to a sparse one."""
-    return threshold is None or (not isinstance(threshold.value, Tensor) and threshold.value == -math.inf)
+    def form(self, solver: TorchSolver, at: Moment) -> Form:
+        """M ⊙ θ and M ⊙ g, with M of this phase."""
+        return Form(Stored("keep"), STRAIGHT if solver.state.numbers["dense"] else KEPT)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from spartan.groups import Group
 from spartan.methods.base import Method
 from spartan.methods.registry import register
-from spartan.ops.select import Threshold
-from spartan.schedules import Moment, constant
+from spartan.problem.schedules import Moment, constant
+from spartan.solvers.forms import STRAIGHT, Form, Mask
+from spartan.solvers.torch import TorchSolver
 
 
 @register
@@ -39,14 +34,6 @@ class Dense(Method):
     identity = True
     ramp = constant(0.0)
 
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
-        """Keep everything."""
-        group.threshold = Threshold(-math.inf, cost=group.total)
-
-    def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
+    def form(self, solver: TorchSolver, at: Moment) -> Form:
         """w = θ."""
-        return list(thetas)
-
-    def freeze(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """All ones."""
-        return [torch.ones(n, dtype=t.dtype, device=t.device) for n, t in zip(group.units, thetas, strict=True)]
+        return Form(Mask.ONE, STRAIGHT, project=False)

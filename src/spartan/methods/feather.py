@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from spartan.groups import Group
-from spartan.methods.base import Method, masked, straight_through
+from spartan.methods.base import Method
 from spartan.methods.registry import register
-from spartan.methods.st3 import level, shrink
-from spartan.schedules import Moment, Schedule, cubic
+from spartan.problem.problem import Problem
+from spartan.problem.schedules import Moment, Schedule, cubic
+from spartan.solvers.forms import Form, Shrunk, Where
+from spartan.solvers.torch import TorchSolver
 
 
 @register
@@ -59,42 +56,19 @@ class Feather(Method):
         if self.pruned_gradient is not None and not 0 <= self.pruned_gradient <= 1:
             raise ValueError(f"Feather: pruned_gradient={self.pruned_gradient!r}; None or a number in [0, 1] is needed")
 
-    def kappa(self, group: Group) -> float:
-        """The gradient's factor where pruned."""
+    def kappa(self, problem: Problem) -> tuple[float, ...]:
+        """The gradient's factor where pruned, of every segment."""
         if self.pruned_gradient is not None:
-            return self.pruned_gradient
+            return (float(self.pruned_gradient),) * len(problem.segments)
         # To a percent: with count="model" a sparsity of 0.95 is a little more of the targets.
-        return 0.5 if round(group.sparsity, 2) > 0.95 else 1.0
+        return tuple(0.5 if round(segment.sparsity, 2) > 0.95 else 1.0 for segment in problem.segments)
 
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
         """The magnitude threshold for the budget."""
-        group.threshold = group.top(thetas, group.k)
+        solver.solve(solver.k)
 
-    @torch.no_grad()
-    def freeze(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """max(1 − (τ/u)ᵖ, 0)^(1/p), so that w does not jump."""
-        u = group.scores(thetas)
-        tau = level(group, u)
-        # With x = 1 − τ/u, 1 − (1 − x)ᵖ = −expm1(p·log1p(−x)) keeps its digits where x is small.
-        below = [shrink(x, t) for x, t in zip(u, tau, strict=True)]
-        mask = [(-torch.expm1(self.p * torch.log1p(-x))) ** (1.0 / self.p) for x in below]
-        return [masked(m, kept) for m, kept in zip(mask, self.keep(group, thetas), strict=True)]
-
-    def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """θ times the mask; the gradient is that of θ where kept and of κ·θ elsewhere."""
-        mask, keep = group.expand(self.freeze(group, thetas, at)), group.expand(self.keep(group, thetas))
-        kappa = self.kappa(group)
-        return [
-            straight_through(torch.where(kept, theta, kappa * theta), masked(theta.detach() * m.to(theta.dtype), kept))
-            for theta, m, kept in zip(thetas, mask, keep, strict=True)
-        ]
-
-    def gradient(
-        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment
-    ) -> list[Tensor | None]:
-        """g where kept, κ·g elsewhere."""
-        kappa = self.kappa(group)
-        if kappa == 1.0:
-            return list(grads)
-        keep = group.expand(self.keep(group, thetas))
-        return [None if g is None else torch.where(kept, g, kappa * g) for g, kept in zip(grads, keep, strict=True)]
+    def form(self, solver: TorchSolver, at: Moment) -> Form:
+        """θ · max(1 − (τ/u)ᵖ, 0)^(1/p); g where kept, κ·g elsewhere."""
+        kappa = self.kappa(solver.problem)
+        rest = kappa[0] if len(set(kappa)) == 1 else kappa
+        return Form(Shrunk(self.p), Where(1.0, rest, rest))

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from spartan.groups import Group
-from spartan.methods.base import Method, masked, masked_gradients
+from spartan.methods.base import Method
 from spartan.methods.registry import register
-from spartan.schedules import Moment, Schedule, linear
-
-if TYPE_CHECKING:
-    from spartan.kernels.engine import Engine
+from spartan.problem.schedules import Moment, Schedule, linear
+from spartan.solvers.forms import KEPT, Form, Mask
+from spartan.solvers.torch import TorchSolver
 
 
 @register
@@ -45,30 +39,10 @@ class IMP(Method):
     reference = "Zhu & Gupta, To prune, or not to prune, ICLR workshop 2018"
     refuses_nm = ""
 
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
         """The magnitude threshold for the budget."""
-        group.threshold = group.top(thetas, group.k)
+        solver.solve(solver.k)
 
-    def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """θ̃ = Π_k(θ)."""
-        keep = group.expand(self.keep(group, thetas))
-        return [masked(theta, kept) for theta, kept in zip(thetas, keep, strict=True)]
-
-    def write_fast(self, group: Group, thetas: Sequence[Tensor], engine: Engine) -> bool:
-        """[kept] ⊙ θ."""
-        engine.project(soft=False)
-        return True
-
-    def transform_fast(
-        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], engine: Engine
-    ) -> bool:
-        """[kept] ⊙ g."""
-        engine.where_kept(grads)
-        return True
-
-    def gradient(
-        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment
-    ) -> list[Tensor | None]:
-        """[kept] ⊙ g."""
-        keep = group.expand(self.keep(group, thetas))
-        return masked_gradients(grads, keep)
+    def form(self, solver: TorchSolver, at: Moment) -> Form:
+        """Π_k(θ), with the gradient where kept."""
+        return Form(Mask.ONE, KEPT)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from spartan.groups import Group
-from spartan.methods._scores import ScoredMasks
 from spartan.methods.registry import register
-from spartan.schedules import Moment, Schedule, cubic, delayed
+from spartan.methods.scored import ScoredMasks
+from spartan.problem.schedules import Moment, Schedule, cubic, delayed
+from spartan.solvers.torch import TorchSolver
 
 
 @register
@@ -52,6 +51,7 @@ class Movement(ScoredMasks):
     ramp: Schedule = delayed(cubic(0.0, 1.0), 0.125)  # of the warm-up: a tenth of the run
 
     name = "movement"
+    learned = "S"
     year = 2020
     mask_rule = "top-k of learned scores, every step"
     gradient_rule = "g where kept, else 0; for the scores Σ g·θ over each unit"
@@ -71,11 +71,6 @@ class Movement(ScoredMasks):
         """The scores' own learning rate, and no weight decay: it would pull them back to where all are equal."""
         return {"weight_decay": 0.0} | ({} if self.score_lr is None else {"lr": self.score_lr})
 
-    def setup(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+    def setup(self, solver: TorchSolver, at: Moment) -> None:
         """S = 0."""
-        for i, u in enumerate(group.scores(thetas)):
-            group.learned[f"S{i}"] = nn.Parameter(torch.zeros_like(u))
-
-    def ranked(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
-        """S."""
-        return [s.detach() for s in group.learned.values()]
+        solver.state.learned["S"] = nn.Parameter(torch.zeros(solver.count, dtype=solver.dtype, device=solver.device))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from spartan.groups import Group
-from spartan.methods._scores import ScoredMasks
 from spartan.methods.registry import register
-from spartan.schedules import Moment, Schedule
+from spartan.methods.scored import ScoredMasks
+from spartan.problem.schedules import Moment, Schedule
+from spartan.solvers.torch import TorchSolver
 
 
 @register
@@ -52,6 +51,7 @@ class OptG(ScoredMasks):
     steepness: float = 100.0
 
     name = "optg"
+    learned = "step"
     year = 2022
     mask_rule = "top-k of learned scores, every step"
     gradient_rule = "g where kept, else 0; for the scores σ(t) · Σ g·θ over each unit"
@@ -70,23 +70,21 @@ class OptG(ScoredMasks):
         """σ over the warm-up."""
         return Sigmoid(0.0, 1.0, steepness=self.steepness)
 
-    def setup(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+    def setup(self, solver: TorchSolver, at: Moment) -> None:
         """S = 0, beside a parameter that is zero at every step: where the optimizer moves it is the step of S."""
-        for i, u in enumerate(group.scores(thetas)):
-            group.tensors[f"S{i}"] = torch.zeros_like(u)
-            group.learned[f"step{i}"] = nn.Parameter(torch.zeros_like(u))
+        nothing = torch.zeros(solver.count, dtype=solver.dtype, device=solver.device)
+        solver.state.per_unit["S"], solver.state.learned["step"] = nothing, nn.Parameter(nothing.clone())
 
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
         """S moves by σ(t) of the optimizer's step: a learning rate of its own that any schedule leaves in place."""
-        rate = self.ramp.at(at.warmed)
-        for i, step in enumerate(group.learned.values()):
-            group.tensors[f"S{i}"] = group.tensors[f"S{i}"] + rate * step
-            step.zero_()
-        super().choose(group, thetas, at)
+        state = solver.state
+        state.per_unit["S"] = state.per_unit["S"] + self.ramp.at(at.warmed) * state.learned["step"]
+        state.learned["step"].zero_()
+        super().choose(solver, at)
 
-    def ranked(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
+    def score(self, solver: TorchSolver) -> Tensor:
         """S."""
-        return [group.tensors[f"S{i}"] for i in range(len(group.shapes))]
+        return solver.state.per_unit["S"]
 
 
 @dataclass(frozen=True, repr=False)

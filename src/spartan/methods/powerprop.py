@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spartan.groups import Group
-from spartan.methods.acdc import ACDC
 from spartan.methods.base import Method
 from spartan.methods.registry import as_method, register
-from spartan.schedules import Moment
+from spartan.problem.problem import Problem
+from spartan.problem.schedules import Moment
+from spartan.solvers.base import Grads
+from spartan.solvers.forms import Form
+from spartan.solvers.torch import TorchSolver
 
 
 @register
@@ -65,13 +67,14 @@ class Powerprop(Method):
         inner = _with_args(self.method, method_args)
         if isinstance(inner, Powerprop):
             raise ValueError(f"Powerprop: method={inner!r} is a power already; multiply the two alpha instead")
-        if inner.grows_from_zero or isinstance(inner, ACDC):
+        if inner.restarts:
             raise ValueError(
                 f"Powerprop: method={inner.name!r} restarts weights from zero, where a power has no slope and nothing "
                 "would move them; topkast, imp, spartan and others that keep θ are accepted"
             )
         object.__setattr__(self, "method", inner)
-        for fact in ("sparse_from", "budget", "warmup", "finetune", "ramp", "refuses_nm", "learned_options", "linear"):
+        object.__setattr__(self, "power", float(self.alpha))
+        for fact in ("sparse_from", "budget", "warmup", "finetune", "ramp", "refuses_nm", "learned_options"):
             object.__setattr__(self, fact, getattr(inner, fact))
 
     @property
@@ -80,93 +83,45 @@ class Powerprop(Method):
         assert isinstance(self.method, Method)
         return self.method
 
-    def beta_at(self, group: Group, at: Moment) -> float | None:
-        """The sharpness in use."""
-        return self.inner.beta_at(group, at)
+    def setup(self, solver: TorchSolver, at: Moment) -> None:
+        """θ = sign(w)·|w|^(1/α); what the solver shows the inner method from then on is ψ."""
+        solver.rewrite(lambda _, theta: theta.sign() * theta.abs().pow(1.0 / self.alpha))
+        self.inner.setup(solver, at)
 
-    def psi(self, thetas: Sequence[Tensor]) -> list[Tensor]:
-        """ψ = sign(θ)·|θ|^α: what the inner method sees, differentiable in θ."""
-        return [_Power.apply(theta, self.alpha) for theta in thetas]
+    def check(self, problem: Problem) -> None:
+        """The inner method's."""
+        self.inner.check(problem)
 
-    def slope(self, theta: Tensor) -> Tensor:
-        """dψ/dθ = α|θ|^(α−1)."""
-        return self.alpha * theta.abs().pow(self.alpha - 1.0)
+    def beta_at(self, problem: Problem, at: Moment) -> list[float] | None:
+        """The inner method's."""
+        return self.inner.beta_at(problem, at)
 
-    def setup(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
-        """θ = sign(w)·|w|^(1/α), in place, in the dense weights that the run owns."""
-        for theta in thetas:
-            theta.copy_(theta.sign() * theta.abs().pow(1.0 / self.alpha))
-        psi = self.psi(thetas)
-        self.inner.setup(group, psi, at)
-        self._check_untouched(psi)
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
+        """The inner method's."""
+        self.inner.choose(solver, at)
 
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
-        """The inner method's choice."""
-        psi = self.psi(thetas)
-        self.inner.choose(group, psi, at)
-        self._check_untouched(psi)
+    def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:
+        """The inner method's."""
+        self.inner.observe(solver, grads, at)
 
-    def _check_untouched(self, psi: Sequence[Tensor]) -> None:
-        """What an inner method writes into ψ would be lost."""
-        if any(p._version for p in psi):
-            raise RuntimeError(
-                f"Powerprop: {self.inner.name} changes the dense weights themselves, which cannot go through a power; "
-                "use it by itself"
-            )
+    def form(self, solver: TorchSolver, at: Moment) -> Form:
+        """The inner method's; the solver applies it to ψ, and the chain rule to gradients."""
+        return self.inner.form(solver, at)
 
-    def observe(self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment) -> None:
-        """The inner method looks at the gradients for w."""
-        self.inner.observe(group, self.psi(thetas), grads, at)
+    def keep(self, solver: TorchSolver, at: Moment) -> Tensor:
+        """The inner method's."""
+        return self.inner.keep(solver, at)
 
-    def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """w = f(ψ)."""
-        return self.inner.weights(group, self.psi(thetas), at)
-
-    def gradient(
-        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment
-    ) -> list[Tensor | None]:
-        """The inner method's gradient for ψ, times dψ/dθ."""
-        found = self.inner.gradient(group, self.psi(thetas), grads, at)
-        return [None if g is None else g * self.slope(theta) for g, theta in zip(found, thetas, strict=True)]
-
-    def penalty(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor] | None:
-        """The inner method's penalty on ψ, times dψ/dθ."""
-        found = self.inner.penalty(group, self.psi(thetas), at)
-        return None if found is None else [p * self.slope(theta) for p, theta in zip(found, thetas, strict=True)]
-
-    def keep(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
-        """What the inner method keeps."""
-        return self.inner.keep(group, self.psi(thetas))
-
-    def ranked(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
-        """What the inner method ranks."""
-        return self.inner.ranked(group, self.psi(thetas))
-
-    def freeze(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """s·m per unit, with θ ← ψ/s in place: w = θ·(s·m) is what it was."""
-        psi = self.psi(thetas)
-        masks = self.inner.freeze(group, psi, at)
-        slopes = [group.pattern.reduce(self.slope(t)) / n for t, n in zip(thetas, group.sizes, strict=True)]
-        slopes = [torch.where(s > 0, s, 1.0) for s in slopes]  # a unit of zeros has none
-        for theta, p, s in zip(thetas, psi, group.expand(slopes), strict=True):
-            theta.copy_(p / s)
-        group.dual = None  # the fixed mask is no soft mask between 0 and 1 any more, and must not be shown as one
-        return [m * s for m, s in zip(masks, slopes, strict=True)]
-
-
-class _Power(torch.autograd.Function):
-    """sign(x)·|x|^α. Autograd of the expression has no slope at 0 for α < 2: ∞ · 0."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, alpha: float) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.alpha = alpha
-        return x * x.abs().pow(alpha - 1.0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return grads[0] * ctx.alpha * x.abs().pow(ctx.alpha - 1.0), None
+    def freeze(self, solver: TorchSolver, at: Moment) -> tuple[Tensor, Tensor]:
+        """s·m per unit, with θ ← ψ/s: w = θ·(s·m) is what it was."""
+        kept, mask = self.inner.freeze(solver, at)
+        sizes = solver.of_targets(solver.constant(solver.problem.sizes)).to(mask.dtype)
+        slope = solver.reduce([x.to(mask.dtype) for x in solver.slopes()]) / sizes
+        slope = torch.where(slope > 0, slope, 1.0)  # a unit of zeros has none
+        psi, scale = solver.per_target(solver.values()), solver.per_target(solver.spread(slope))
+        solver.rewrite(lambda i, theta: psi[i] / scale[i])
+        solver.dual = None  # the fixed mask is no soft mask between 0 and 1 any more, and must not be shown as one
+        return kept, mask * slope
 
 
 def _with_args(method: str | Method | type[Method], args: Mapping[str, Any] | None) -> Method:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from spartan.groups import Group
-from spartan.methods._masks import random_ranks
 from spartan.methods.base import Method
 from spartan.methods.registry import register
-from spartan.ops.parts import Parts, Spread
-from spartan.schedules import Moment, Schedule, as_schedule, linear
+from spartan.problem.problem import Problem
+from spartan.problem.schedules import Moment, Schedule, as_schedule, cubic, delayed, linear
+from spartan.solvers.base import Grads
+from spartan.solvers.forms import VJP, Form, Stored
+from spartan.solvers.torch import TorchSolver
+from spartan.solvers.units import random_units, send
 
 # Passes of the projection.
 PASSES = 16
@@ -89,11 +90,11 @@ class ProbMask(Method):
     @property
     def ramp(self) -> Schedule:  # type: ignore[override]
         """Nothing is asked for while it holds, then a cubic."""
-        return Held(0.0, 1.0, "cubic", self.hold)
+        return delayed(cubic(0.0, 1.0), self.hold)
 
-    def beta_at(self, group: Group, at: Moment) -> float:
+    def beta_at(self, problem: Problem, at: Moment) -> list[float]:
         """1/τ."""
-        return 1.0 / as_schedule(self.temperature).at(at.progress)
+        return [1.0 / as_schedule(self.temperature).at(at.progress)] * len(problem.segments)
 
     def score_lr_at(self, at: Moment) -> float:
         """η_s."""
@@ -102,129 +103,75 @@ class ProbMask(Method):
             start = min(0.2, 6e-3 * max(1.0, 58_800 / max(1, at.freeze_step)))
         return start * (0.5 + 0.5 * math.cos(math.pi * at.progress))
 
-    def setup(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+    def setup(self, solver: TorchSolver, at: Moment) -> None:
         """s = 1, with no moments yet."""
-        for i, u in enumerate(group.scores(thetas)):
-            group.tensors[f"s{i}"] = torch.ones_like(u)
-            group.tensors[f"mean{i}"] = torch.zeros_like(u)
-            group.tensors[f"square{i}"] = torch.zeros_like(u)
-        group.tensors["updates"] = torch.zeros((), dtype=torch.float64, device=thetas[0].device)
+        one, state = torch.ones(solver.count, dtype=solver.dtype, device=solver.device), solver.state
+        state.per_unit |= {"s": one, "mean": torch.zeros_like(one), "square": torch.zeros_like(one)}
+        state.numbers["updates"] = 0
 
-    def observe(self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment) -> None:
+    def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:
         """∂L/∂s, kept for `choose`: a step that a loss scaler skips must not count."""
-        sharpness = self.beta_at(group, at)
-        for i, (theta, g) in enumerate(zip(thetas, grads, strict=True)):
-            s, m = group.tensors[f"s{i}"], group.tensors[f"m{i}"]
-            if g is None:
-                group.tensors[f"grad{i}"] = torch.zeros_like(s)
-                continue
-            spread = s * (1.0 - s)
-            slope = torch.where(spread > 0, sharpness * m * (1.0 - m) / spread, 0.0)
-            group.tensors[f"grad{i}"] = slope * group.pattern.reduce(g.to(s.dtype) * theta.to(s.dtype))
+        s, m = solver.state.per_unit["s"], solver.state.per_unit["m"]
+        spread = s * (1.0 - s)
+        slope = torch.where(spread > 0, self.beta_at(solver.problem, at)[0] * m * (1.0 - m) / spread, 0.0)
+        solver.state.per_unit["grad"] = slope * solver.products(grads)
 
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
         """Update the probabilities if there is a gradient, project them, and sample a mask."""
-        tensors = group.tensors
-        if "grad0" in tensors:
-            self._adam(group, at)
-        for i, s in enumerate(project(group, _probabilities(group))):
-            tensors[f"s{i}"] = s
-        sharpness = self.beta_at(group, at)
-        for i, drawn in enumerate(random_ranks(group, thetas, at)):
-            s = tensors[f"s{i}"]
-            # Within what float32 tells from 0 and 1, so that a certain unit stays certain.
-            noise = torch.logit(drawn.to(s.dtype), 1e-7)
-            tensors[f"m{i}"] = torch.sigmoid((torch.logit(s) + noise) * sharpness)
-        if at.phase == "finetune":
-            group.threshold = group.select(self.ranked(group, thetas), group.k)
+        units = solver.state.per_unit
+        if "grad" in units:
+            self._adam(solver, at)
+        units["s"] = project(solver, units["s"])
+        # Within what float32 tells from 0 and 1, so that a certain unit stays certain.
+        noise = torch.logit(random_units(solver, at).to(solver.dtype), 1e-7)
+        units["m"] = torch.sigmoid((torch.logit(units["s"]) + noise) * self.beta_at(solver.problem, at)[0])
 
-    def _adam(self, group: Group, at: Moment) -> None:
+    def _adam(self, solver: TorchSolver, at: Moment) -> None:
         """s ← s − η_s · Adam(∂L/∂s); tensors are replaced, so that a failed step can go back to the old ones."""
-        tensors = group.tensors
-        rate = self.score_lr_at(at)
-        tensors["updates"] = t = tensors["updates"] + 1.0
-        unbias, unbias_square = 1.0 - BETA1**t, 1.0 - BETA2**t
-        for i, s in enumerate(_probabilities(group)):
-            grad = tensors.pop(f"grad{i}")
-            tensors[f"mean{i}"] = mean = torch.lerp(tensors[f"mean{i}"], grad, 1.0 - BETA1)
-            tensors[f"square{i}"] = square = torch.lerp(tensors[f"square{i}"], grad * grad, 1.0 - BETA2)
-            tensors[f"s{i}"] = s - rate * (mean / unbias) / ((square / unbias_square).sqrt() + EPS)
+        units, numbers = solver.state.per_unit, solver.state.numbers
+        numbers["updates"] = t = numbers["updates"] + 1
+        grad = units.pop("grad")
+        units["mean"] = torch.lerp(units["mean"], grad, 1.0 - BETA1)
+        units["square"] = torch.lerp(units["square"], grad * grad, 1.0 - BETA2)
+        mean, square = units["mean"] / (1.0 - BETA1**t), units["square"] / (1.0 - BETA2**t)
+        units["s"] = units["s"] - self.score_lr_at(at) * mean / (square.sqrt() + EPS)
 
-    def ranked(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
-        """s; where it is 0 the larger weights come first, below every other unit."""
-        pairs = zip(_probabilities(group), group.scores(thetas), strict=True)
-        return [torch.where(s > 0, s, -1.0 / (1.0 + u)) for s, u in pairs]
+    def keep(self, solver: TorchSolver, at: Moment) -> Tensor:
+        """The units of largest s; where it is 0 the larger weights come first, below every other unit."""
+        s = solver.state.per_unit["s"]
+        return solver.top(solver.k, torch.where(s > 0, s, -1.0 / (1.0 + solver.scores())))
 
-    def keep(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
-        """The units of largest s."""
-        ranks = self.ranked(group, thetas)
-        return group.keep(ranks, group.threshold or group.select(ranks, group.k))
-
-    def freeze(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
+    def freeze(self, solver: TorchSolver, at: Moment) -> tuple[Tensor, Tensor]:
         """The kept units, whole; nothing else is needed any more."""
-        mask = super().freeze(group, thetas, at)
-        group.tensors.clear()
-        return mask
+        kept = self.keep(solver, at)
+        solver.state.per_unit.clear()
+        return kept, kept.to(solver.dtype)
 
-    def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """θ ⊙ m."""
-        m = group.expand([group.tensors[f"m{i}"] for i in range(len(thetas))])
-        return [theta * mask.to(theta.dtype) for theta, mask in zip(thetas, m, strict=True)]
-
-    def gradient(
-        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment
-    ) -> list[Tensor | None]:
-        """m ⊙ g."""
-        m = group.expand([group.tensors[f"m{i}"] for i in range(len(thetas))])
-        return [None if g is None else g * mask.to(g.dtype) for g, mask in zip(grads, m, strict=True)]
+    def form(self, solver: TorchSolver, at: Moment) -> Form:
+        """θ ⊙ m and m ⊙ g, with m the sampled mask."""
+        return Form(Stored("m"), VJP.THROUGH, project=False)
 
 
-@dataclass(frozen=True, repr=False)
-class Held(Schedule):
-    """A schedule that stays at its start for a fraction of the progress."""
-
-    hold: float = 0.0
-
-    def at(self, progress: float) -> float:
-        """The value at a progress between 0 and 1."""
-        return super().at((progress - self.hold) / (1.0 - self.hold))
-
-
-def _probabilities(group: Group) -> list[Tensor]:
-    return [group.tensors[f"s{i}"] for i in range(len(group.shapes))]
-
-
-def project(group: Group, s: Sequence[Tensor]) -> list[Tensor]:
-    """The nearest probabilities in [0, 1] whose expected cost fits the budget `group.k`.
+def project(solver: TorchSolver, s: Tensor) -> Tensor:
+    """The nearest probabilities in [0, 1] whose expected cost fits the budgets `solver.k`.
 
         min(max(s − v·c, 0), 1) with the smallest v ≥ 0 for which Σ c·s ≤ k
 
-    v is found on the device, without waiting for it.
+    v, one per segment, is found by bracketed Newton on the piecewise linear Σ c·s(v) = k, with costs in multiples of the
+    dearest. The number of passes is fixed, so that nothing waits for the device; of all passes the best counts.
     """
-    v = _shift(group.parts(s), group.k, max(group.unit_costs))
-    return [(x - v * (c / max(group.unit_costs))).clamp(0.0, 1.0) for x, c in zip(s, group.unit_costs, strict=True)]
-
-
-def _shift(parts: Parts, k: float, unit: float) -> Tensor:
-    """v, with costs in multiples of `unit`, by bracketed Newton on the piecewise linear Σ c·s(v) = k.
-
-    The number of passes is fixed, so that nothing waits for the device; of all passes the best counts.
-    """
-    v = low = best = torch.zeros((), dtype=torch.float64, device=parts[0].u.device)
-    ends = [(part.u / (part.c / unit)).max().double() for part in parts if part.u.numel()]  # a shard may be empty
-    high = torch.stack([torch.zeros_like(v), *ends]).max()
-    ranks = parts.ranks if isinstance(parts, Spread) else None
-    if ranks is not None:
-        high = ranks.largest(high)
+    prices = solver.problem.unit_costs
+    unit = max(prices)
+    c = solver.of_targets(solver.constant([x / unit for x in prices])).to(s.dtype)
+    k = send(solver.k, solver.device) / unit
+    low = best = v = torch.zeros_like(k)
+    high = solver.max_by_segment(s / c).double().clamp(min=0.0)
     last = least = torch.full_like(v, math.inf)
     for _ in range(PASSES):
-        excess, slope = torch.zeros_like(v), torch.zeros_like(v)
-        for u, c in parts:
-            x = u - v * (c / unit)
-            excess = excess + _weigh(x.clamp(0.0, 1.0), c)
-            slope = slope + _weigh((x > 0) & (x <= 1), c * c / unit)  # to the right: a whole unit gives way too
-        if ranks is not None:
-            excess, slope = ranks.sum(torch.stack((excess, slope))).unbind()
+        x = s - solver.at_units(v).to(s.dtype) * c
+        # To the right: a whole unit gives way too.
+        slope = ((x > 0) & (x <= 1)).to(s.dtype) * c * c
+        excess, slope = solver.sum_by_segment(x.clamp(0.0, 1.0) * c, slope)
         excess = excess - k
         off = excess.abs()
         best, least = torch.where(off < least, v, best), torch.minimum(off, least)
@@ -232,9 +179,4 @@ def _shift(parts: Parts, k: float, unit: float) -> Tensor:
         step = v + excess / slope
         fast = (step > low) & (step < high) & (off < 0.5 * last)
         v, last = torch.where(fast, step, 0.5 * (low + high)), off
-    return best
-
-
-def _weigh(x: Tensor, c: float | Tensor) -> Tensor:
-    """Σ c·x, in float64."""
-    return (x * c).sum(dtype=torch.float64) if isinstance(c, Tensor) else x.sum(dtype=torch.float64) * c
+    return (s - solver.at_units(best).to(s.dtype) * c).clamp(0.0, 1.0)

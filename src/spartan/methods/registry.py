@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from spartan.methods.base import Method
-from spartan.patterns import NM, Pattern
+from spartan.problem.patterns import Pattern
 
 T = TypeVar("T", bound=type[Method])
 
@@ -67,7 +67,7 @@ def as_method(method: str | Method | type[Method]) -> Method:
 
 def check_together(method: Method, pattern: Pattern) -> None:
     """ValueError with the reason where a method and a pattern make no sense together."""
-    if isinstance(pattern, NM) and method.refuses_nm:
+    if pattern.rows is not None and method.refuses_nm:
         others = ", ".join(entry.name for entry in entries() if not entry.refuses_nm)
         raise ValueError(
             f"method={method.name!r} does not go with pattern={pattern!r}: {method.refuses_nm}; these do: {others}"

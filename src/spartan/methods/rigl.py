@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spartan.methods._masks import ByGradient
 from spartan.methods.registry import register
+from spartan.methods.stored import ByGradient
 
 
 @register

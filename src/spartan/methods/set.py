@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from spartan.groups import Group
-from spartan.methods._masks import Rewiring, random_ranks
 from spartan.methods.registry import register
-from spartan.schedules import Moment
+from spartan.methods.stored import Rewiring
+from spartan.problem.schedules import Moment
+from spartan.solvers.torch import TorchSolver
+from spartan.solvers.units import random_units
 
 
 @register
@@ -47,6 +47,6 @@ class SET(Rewiring):
     gradient_rule = "g where kept, else 0"
     reference = "Mocanu et al., Scalable training of artificial neural networks, Nature Communications 2018"
 
-    def growth(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
+    def growth(self, solver: TorchSolver, at: Moment) -> Tensor:
         """Random."""
-        return random_ranks(group, thetas, at)
+        return random_units(solver, at)

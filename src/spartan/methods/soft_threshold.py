@@ -10,11 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from spartan.groups import Group
-from spartan.methods.base import Method, masked
+from spartan.methods.base import Method
 from spartan.methods.registry import register
 from spartan.ops.select import Threshold
-from spartan.schedules import Moment
+from spartan.problem.schedules import Moment
+from spartan.solvers.forms import Form
+from spartan.solvers.pools import Selection
+from spartan.solvers.torch import TorchSolver
+from spartan.solvers.units import masked
 
 
 @register
@@ -74,67 +77,49 @@ class STR(Method):
         """From when the model meets its sparsity."""
         return "warmup" if self.exact else "never"
 
-    def setup(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+    def setup(self, solver: TorchSolver, at: Moment) -> None:
         """s, one entry per target."""
-        u = group.scores(thetas)[0]
-        group.learned["s"] = nn.Parameter(torch.full((len(group.targets),), self.init, dtype=u.dtype, device=u.device))
+        s = torch.full((len(solver.problem.targets),), self.init, dtype=solver.dtype, device=solver.device)
+        solver.state.learned_per_target["s"] = nn.Parameter(s)
 
-    def scores(self, group: Group, u: Sequence[Tensor]) -> list[Tensor]:
+    def scores(self, solver: TorchSolver, u: Tensor) -> Tensor:
         """z = u − sigmoid(s) of every unit."""
-        t = torch.sigmoid(group.learned["s"])
-        if group.fused:
-            sizes = torch.tensor([target.numel for target in group.targets], device=t.device)
-            return [u[0] - t.repeat_interleave(sizes, output_size=u[0].numel())]
-        return [x - t[i] for i, x in enumerate(u)]
-
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
-        """λ for the budget; the paper's own form has none."""
-        if not self.exact:
-            group.threshold = Threshold(0.0)
-            return
-        group.threshold = group.select(self.scores(group, group.scores(thetas)), group.k)
+        return u - solver.of_targets(torch.sigmoid(solver.state.learned_per_target["s"]))
 
     @torch.no_grad()
-    def keep(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
+        """λ for the budget; the paper's own form has none."""
+        if self.exact:
+            solver.solve(solver.k, ranks=self.scores(solver, solver.scores()))
+        else:
+            solver.a = Selection.of([Threshold(0.0)] * len(solver.problem.segments), solver.device)
+
+    @torch.no_grad()
+    def keep(self, solver: TorchSolver, at: Moment) -> Tensor:
         """z above λ."""
-        assert group.threshold is not None
-        return group.keep(self.scores(group, group.scores(thetas)), group.threshold)
+        return solver.pools.keep(self.scores(solver, solver.scores()), solver.a)
 
-    def mask(self, group: Group, thetas: Sequence[Tensor], keep: Sequence[Tensor]) -> list[Tensor]:
-        """min(max(z − λ, 0), u)/u per unit, differentiable in θ and s."""
-        u = group.scores(thetas)
-        z = self.scores(group, u)
-        shift = below(group, [x.detach() for x in z])
-        found = []
-        for x, over, kept in zip(u, z, keep, strict=True):
-            live = kept & (x > 0)  # a kept zero stays free to move, as where nothing is subtracted
-            top, bottom = torch.where(live, torch.minimum(over - shift, x), 1.0), torch.where(live, x, 1.0)
-            found.append(masked(top / bottom, kept))
-        return found
+    def mask(self, solver: TorchSolver, u: Tensor, kept: Tensor) -> Tensor:
+        """min(max(z − λ, 0), u)/u per unit, differentiable in u and s."""
+        z = self.scores(solver, u)
+        shift = solver.pools.below(z.detach(), solver.a)
+        live = kept & (u > 0)  # a kept zero stays free to move, as where nothing is subtracted
+        top, bottom = torch.where(live, torch.minimum(z - shift, u), 1.0), torch.where(live, u, 1.0)
+        return masked(top / bottom, kept)
 
-    def freeze(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """The mask as it is, so that w does not jump."""
-        with torch.no_grad():
-            return self.mask(group, thetas, self.keep(group, thetas))
+    @torch.no_grad()
+    def freeze(self, solver: TorchSolver, at: Moment) -> tuple[Tensor, Tensor]:
+        """The mask as it is."""
+        kept = self.keep(solver, at)
+        return kept, self.mask(solver, solver.scores(), kept)
 
-    def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """θ times the mask."""
-        keep = self.keep(group, thetas)
-        mask = group.expand(self.mask(group, thetas, keep))
-        return [
-            masked(theta * m.to(theta.dtype), kept)
-            for theta, m, kept in zip(thetas, mask, group.expand(keep), strict=True)
-        ]
+    def form(self, solver: TorchSolver, at: Moment) -> Form:
+        """θ times the mask: an expression that s learns through."""
 
+        def weights(thetas: Sequence[Tensor]) -> list[Tensor]:
+            kept = self.keep(solver, at)
+            mask = self.mask(solver, solver.magnitudes(solver.dense(thetas)), kept)
+            entries = zip(thetas, *(solver.per_target(solver.spread(x)) for x in (mask, kept)), strict=True)
+            return [masked(theta * m.to(theta.dtype), keep) for theta, m, keep in entries]
 
-def below(group: Group, z: Sequence[Tensor]) -> float | Tensor:
-    """λ: the largest z strictly below every kept one; −∞ if there is none."""
-    assert group.threshold is not None
-    value, cut = group.threshold.value, group.threshold.cut
-    if not isinstance(cut, Tensor) and not cut:
-        return value
-    there = [torch.where(x < value, x, -math.inf).max() for x in z if x.numel()]  # a shard may be empty
-    smaller = group.largest_over_ranks(torch.stack([z[0].new_tensor(-math.inf), *there]).max())
-    if isinstance(cut, Tensor):  # the host does not know whether there are ties
-        smaller = torch.where(cut > 0, smaller, torch.as_tensor(value).to(smaller.dtype))
-    return smaller
+        return Form(own=weights)

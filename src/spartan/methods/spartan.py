@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-import torch
-from torch import Tensor
-
-from spartan.groups import Group
-from spartan.methods.base import Method, masked, masked_gradients, straight_through, with_zeros
+from spartan.methods.base import Method, scaled_beta
 from spartan.methods.registry import register
-from spartan.ops.soft_topk import Dual
-from spartan.schedules import Moment, Schedule, as_schedule, linear
-
-if TYPE_CHECKING:
-    from spartan.kernels.engine import Engine
+from spartan.problem.problem import Problem
+from spartan.problem.schedules import Moment, Schedule, as_schedule, linear
+from spartan.solvers.forms import KEPT, VJP, Form, Mask
+from spartan.solvers.torch import TorchSolver
 
 
 @register
@@ -79,88 +73,24 @@ class Spartan(Method):
         """Newton's method solves one mask per group of m."""
         return "" if self.solver == "newton" else "solver='sinkhorn' iterates on a single dual; use solver='newton'"
 
-    def beta_at(self, group: Group, at: Moment) -> float:
-        """β, its end scaled for units of one size n by √n: a block's mean magnitude varies √n times less."""
-        beta = as_schedule(self.beta)
-        if self.scale_beta and len(set(group.sizes)) == 1:
-            beta = beta.scaled(math.sqrt(group.sizes[0]))
-        return beta.at(at.progress)
+    def beta_at(self, problem: Problem, at: Moment) -> list[float]:
+        """β, its end scaled for blocks."""
+        return scaled_beta(as_schedule(self.beta), self.scale_beta, problem, at)
 
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
         """The dual of the soft mask and the threshold of the hard one."""
-        beta = self.beta_at(group, at)
-        if math.isinf(beta):
-            group.threshold, group.dual = group.top(thetas, group.k), None
+        beta = self.beta_at(solver.problem, at)
+        if math.isinf(beta[0]):
+            solver.solve(solver.k)
         elif self.solver == "newton":
-            group.threshold, group.dual = group.soft_top(thetas, group.k, beta)
+            solver.solve(solver.k, beta)
         else:
-            scores = group.scores(thetas)
-            group.threshold = group.select(scores, group.k)
-            cached = float(group.dual.mu) if self.init == "cached" and isinstance(group.dual, Dual) else None
-            group.dual = group.sinkhorn(scores, group.k, beta, init="threshold" if self.init == "threshold" else cached)
+            start = "threshold" if self.init == "threshold" else None
+            cached = solver.dual.mus() if self.init == "cached" and solver.dual is not None else None
+            solver.sinkhorn(solver.k, beta, cached or [start] * len(beta))
 
-    def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """θ̃ = Π_k(θ ⊙ softtopk(|θ|)), straight through the projection."""
-        u = group.scores(thetas)
-        keep = group.expand(self.keep(group, thetas))
-        if group.dual is None:  # β = inf
-            return [masked(theta, kept) for theta, kept in zip(thetas, keep, strict=True)]
-        m = group.expand(group.soft_masks(u))
-        sigma = [theta * mask.to(theta.dtype) for theta, mask in zip(thetas, m, strict=True)]
-        if not self.project:
-            return sigma
-        return [straight_through(s, masked(s.detach(), kept)) for s, kept in zip(sigma, keep, strict=True)]
-
-    @torch.no_grad()
-    def gradient(
-        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment
-    ) -> list[Tensor | None]:
-        """m·g + sign(θ)·(∂u/∂|θ|)·βm(1−m)·(G − c·a₁/a₂), with G = Σ g·θ over each unit (Algorithm 5)."""
-        if group.dual is None:
-            keep = group.expand(self.keep(group, thetas))
-            return masked_gradients(grads, keep)
-        if all(g is None for g in grads):
-            return list(grads)
-        masks = group.masks(group.scores(thetas))
-        slopes = [m - m * m for m in masks]
-        pulls = [
-            torch.zeros_like(s) if g is None else group.pattern.reduce(g.to(s.dtype) * theta.to(s.dtype))
-            for g, theta, s in zip(grads, thetas, slopes, strict=True)
-        ]
-        back = group.pull_back(pulls, slopes)
-        found: list[Tensor | None] = []
-        for i, (theta, g) in enumerate(zip(thetas, grads, strict=True)):
-            pulls[i].sub_(back[i])
-            pulls[i].mul_(slopes[i]).mul_(group.dual.beta * group.factors[i])
-            through_mask = group.pattern.expand(pulls[i], theta.shape) * theta.sign().to(pulls[i].dtype)
-            if g is not None:
-                through_mask = through_mask.addcmul_(group.pattern.expand(masks[i], theta.shape), g.to(masks[i].dtype))
-            found.append(through_mask.to(theta.dtype))
-        return found
-
-    def write_fast(self, group: Group, thetas: Sequence[Tensor], engine: Engine) -> bool:
-        """[kept] ⊙ m ⊙ θ."""
-        if not (self.project and self.solver == "newton" and engine.has(thetas)):
-            return False
-        engine.project(soft=group.dual is not None)
-        return True
-
-    def transform_fast(
-        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], engine: Engine
-    ) -> bool:
-        """The same formula; a weight that the loss did not reach still feels the others through the shared budget."""
-        if self.solver != "newton" or not engine.has(thetas):
-            return False
-        if group.dual is None:
-            engine.where_kept(grads)
-        else:
-            engine.through_mask(with_zeros(group, grads))
-        return True
-
-    def freeze(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """The soft mask on the kept units, so that w does not jump; the hard one in the ablation."""
-        keep = self.keep(group, thetas)
-        if group.dual is None or not self.project:
-            return super().freeze(group, thetas, at)
-        soft = group.masks(group.scores(thetas))
-        return [masked(m, kept) for m, kept in zip(soft, keep, strict=True)]
+    def form(self, solver: TorchSolver, at: Moment) -> Form:
+        """Π_k(θ ⊙ softtopk(|θ|)), with the gradient of the soft mask."""
+        if solver.dual is None:  # β = inf
+            return Form(Mask.ONE, KEPT)
+        return Form(Mask.SOFT, VJP.THROUGH, project=self.project)

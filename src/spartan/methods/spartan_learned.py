@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from spartan.groups import Group
-from spartan.methods.base import Method, masked, straight_through
+from spartan.methods.base import Method, scaled_beta
 from spartan.methods.registry import register
-from spartan.schedules import Moment, Schedule, as_schedule, linear
+from spartan.problem.problem import Problem
+from spartan.problem.schedules import Moment, Schedule, as_schedule, linear
+from spartan.solvers.forms import KEPT, VJP, Form, Mask
+from spartan.solvers.torch import TorchSolver
 
 
 @register
@@ -64,54 +65,32 @@ class SpartanLearned(Method):
         if not (beta.start >= 0 and beta.end >= 0):
             raise ValueError(f"SpartanLearned: beta={self.beta!r}; the sharpness must be at least 0 throughout")
 
-    def beta_at(self, group: Group, at: Moment) -> float:
-        """β, its end scaled for units of one size n by √n, over the mean of φ at the start."""
-        beta = as_schedule(self.beta)
-        if self.scale_beta and len(set(group.sizes)) == 1:
-            beta = beta.scaled(math.sqrt(group.sizes[0]))
-        return beta.at(at.progress) / (float(group.tensors["scale"]) if self.relative else 1.0)
+    def beta_at(self, problem: Problem, at: Moment) -> list[float]:
+        """β, its end scaled for blocks; counted in units of 1/φ̄ once a run has measured it."""
+        return scaled_beta(as_schedule(self.beta), self.scale_beta, problem, at)
 
-    def setup(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
-        """φ = |θ|, per unit."""
-        scores = [u.detach() for u in group.scores(thetas)]
-        for i, u in enumerate(scores):
-            group.learned[f"phi{i}"] = nn.Parameter(u.clone())
+    def setup(self, solver: TorchSolver, at: Moment) -> None:
+        """φ = |θ|, per unit; and φ̄ of every segment, kept for each of its targets."""
+        u, problem = solver.scores(), solver.problem
+        solver.state.learned["phi"] = nn.Parameter(u.clone())
+        means = torch.ones(len(problem.targets), dtype=torch.float64)
         if self.relative:
-            mean = float(group.sum_over_ranks([u.double().sum() for u in scores]).sum()) / sum(group.all_units)
-            group.tensors["scale"] = torch.tensor(mean or 1.0, dtype=torch.float64)
+            sums = solver.sum_by_segment(u)[0].tolist()
+            for i, s in enumerate(problem.segment_of):
+                units = sum(problem.all_units[j] for j in problem.members(s))
+                means[i] = sums[s] / units or 1.0
+        solver.state.per_target["scale"] = means
 
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
         """The dual of the soft mask and the threshold of the hard one."""
-        scores, beta = _phi(group), self.beta_at(group, at)
-        edge = group.boundary(scores, group.k)
-        group.threshold = edge.threshold
-        group.dual = None if math.isinf(beta) else group.solve(scores, group.k, beta, start=edge)
+        problem = solver.problem
+        scale = solver.state.per_target["scale"].tolist()
+        beta = [x / scale[problem.members(s)[0]] for s, x in enumerate(self.beta_at(problem, at))]
+        phi = solver.state.learned["phi"].detach()
+        solver.solve(solver.k, None if math.isinf(beta[0]) else beta, ranks=phi)
 
-    def ranked(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
-        """φ."""
-        return _phi(group)
-
-    def keep(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
-        """The units of largest φ."""
-        assert group.threshold is not None
-        return group.keep(_phi(group), group.threshold)
-
-    def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """θ̃ = Π_k(θ ⊙ softtopk(φ)), straight through the projection."""
-        keep = group.expand(self.keep(group, thetas))
-        if group.dual is None:  # β = inf
-            return [masked(theta, kept) for theta, kept in zip(thetas, keep, strict=True)]
-        m = group.expand(group.soft_masks(list(group.learned.values())))
-        sigma = [theta * mask.to(theta.dtype) for theta, mask in zip(thetas, m, strict=True)]
-        return [straight_through(s, masked(s.detach(), kept)) for s, kept in zip(sigma, keep, strict=True)]
-
-    def freeze(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """The soft mask on the kept units, so that w does not jump."""
-        if group.dual is None:
-            return super().freeze(group, thetas, at)
-        keep = self.keep(group, thetas)
-        return [masked(m, kept) for m, kept in zip(group.masks(_phi(group)), keep, strict=True)]
-
-
-def _phi(group: Group) -> list[Tensor]:
-    return [phi.detach() for phi in group.learned.values()]
+    def form(self, solver: TorchSolver, at: Moment) -> Form:
+        """Π_k(θ ⊙ softtopk(φ)): m·g for θ, the slope of the mask for φ."""
+        if solver.dual is None:  # β = inf, which teaches φ nothing
+            return Form(Mask.ONE, KEPT, learned="phi")
+        return Form(Mask.SOFT, VJP.THROUGH, learned="phi")

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from spartan.groups import Group
-from spartan.methods.base import Method, masked, straight_through
+from spartan.methods.base import Method
 from spartan.methods.registry import register
-from spartan.schedules import Moment
-
-if TYPE_CHECKING:
-    from spartan.kernels.engine import Engine
+from spartan.problem.schedules import Moment
+from spartan.solvers.forms import STRAIGHT, Form, Mask, Where
+from spartan.solvers.torch import TorchSolver
 
 
 @register
@@ -61,35 +54,10 @@ class SRSTE(Method):
         if not 0 <= self.decay < math.inf:
             raise ValueError(f"SRSTE: decay={self.decay!r} is not a decay; a finite number ≥ 0 is needed, such as 2e-4")
 
-    @property
-    def linear(self) -> bool:  # type: ignore[override]
-        """The decay does not scale with the loss."""
-        return not self.decay
-
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
         """The magnitude threshold for the budget."""
-        group.threshold = group.top(thetas, group.k)
+        solver.solve(solver.k)
 
-    def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """M ⊙ θ, straight through."""
-        keep = group.expand(self.keep(group, thetas))
-        return [straight_through(theta, masked(theta, kept)) for theta, kept in zip(thetas, keep, strict=True)]
-
-    def write_fast(self, group: Group, thetas: Sequence[Tensor], engine: Engine) -> bool:
-        """M ⊙ θ."""
-        engine.project(soft=False)
-        return True
-
-    def penalty(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """λ · (1 − M) ⊙ θ."""
-        keep = group.expand(self.keep(group, thetas))
-        return [masked(self.decay * theta, ~kept) for theta, kept in zip(thetas, keep, strict=True)]
-
-    @torch.no_grad()
-    def gradient(
-        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment
-    ) -> list[Tensor | None]:
-        """g + λ · (1 − M) ⊙ θ."""
-        if not self.decay or all(g is None for g in grads):
-            return list(grads)
-        return [p if g is None else g + p for g, p in zip(grads, self.penalty(group, thetas, at), strict=True)]
+    def form(self, solver: TorchSolver, at: Moment) -> Form:
+        """M ⊙ θ, straight through, and λ · (1 − M) ⊙ θ."""
+        return Form(Mask.ONE, STRAIGHT, Where(0.0, self.decay, self.decay) if self.decay else None)

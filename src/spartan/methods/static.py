@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from spartan.groups import Group
-from spartan.methods._masks import StoredMasks, grow, random_ranks
 from spartan.methods.registry import register
-from spartan.schedules import Moment
+from spartan.methods.stored import StoredMasks
+from spartan.problem.schedules import Moment
+from spartan.solvers.torch import TorchSolver
+from spartan.solvers.units import random_units
 
 
 @register
@@ -40,9 +38,7 @@ class Static(StoredMasks):
     )
     refuses_nm = ""
 
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
         """The first units, in the random order of this run, that fit the budget; nothing once that is constant."""
         if 0 < at.step <= at.warmup_steps:
-            ranks = random_ranks(group, thetas, replace(at, step=0))
-            nothing = [mask & ~mask for mask in self.keep(group, thetas)]
-            self.store(group, *grow(group, nothing, 0.0, ranks))
+            solver.state.per_unit["mask"] = solver.top(solver.k, random_units(solver, replace(at, step=0)))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from spartan.groups import Group
-from spartan.heads import Heads
-from spartan.methods._masks import ByGradient, drop, recall, remember, start_at_zero
 from spartan.methods.registry import register
-from spartan.schedules import Moment
+from spartan.methods.stored import ByGradient
+from spartan.problem.schedules import Moment
+from spartan.solvers.base import Grads
+from spartan.solvers.torch import TorchSolver
+from spartan.solvers.units import times
 
 
 @register
@@ -62,6 +62,7 @@ class SViTE(ByGradient):
     needs = "dense gradients, every n steps"
     reference = "Chen et al., Chasing sparsity in vision transformers: an end-to-end exploration, NeurIPS 2021"
     finetune = 0.2
+    rounds_up = True
 
     def __post_init__(self) -> None:
         if self.every is not None:
@@ -82,39 +83,31 @@ class SViTE(ByGradient):
         low = min(0.005, self.fraction)
         return low + 0.5 * (self.fraction - low) * (1.0 + math.cos(math.pi * min(1.0, at.step / at.total_steps)))
 
-    def taylor(self, group: Group) -> bool:
+    def taylor(self, solver: TorchSolver) -> bool:
         """Whether importance is the loss's first-order change."""
-        return isinstance(group.pattern, Heads) if self.importance is None else self.importance == "taylor"
+        return solver.problem.pattern.judged_by_loss if self.importance is None else self.importance == "taylor"
 
-    def observe(self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment) -> None:
-        """Remember Σ|g|, and |Σ w·g| where it decides, if the mask is rewired after this step."""
+    def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:
+        """Remember Σ|g|, and |Σ w·g| where it decides, if the mask is rewired after this step; of a head, by its values."""
         if not self.updates_at(at.step + 1, at):
             return
-        if isinstance(group.pattern, Heads):  # by their values
-            values = [group.pattern.values(theta.shape, theta.device) for theta in thetas]
-            grads = [None if g is None else g * rows for g, rows in zip(grads, values, strict=True)]
-        super().observe(group, thetas, grads, at)
-        if not self.taylor(group) or all(g is None for g in grads):
+        pattern, views = solver.problem.pattern, solver.theta.views
+        growing = [pattern.growing(theta.shape, theta.device) for theta in views]
+        pairs = zip(grads, growing, strict=True)
+        grads = [g if g is None or rows is None else g * rows for g, rows in pairs]
+        super().observe(solver, grads, at)
+        if not self.taylor(solver) or all(g is None for g in grads):
             return
-        found = []
-        for w, g, factor in zip(self.weights(group, thetas, at), grads, group.factors, strict=True):
-            product = torch.zeros_like(w) if g is None else w * g
-            wide = product if product.dtype == torch.float64 else product.float()
-            found.append(group.pattern.reduce(wide).abs() * factor)
-        remember(group, "taylor", found, grads)
+        weights = solver.weights(self.form(solver, at))
+        wide = [torch.zeros_like(w) if g is None else w * g for w, g in zip(weights, grads, strict=True)]
+        found = solver.reduce(solver.dense([x.to(solver.dtype) for x in wide])).abs()
+        self.remember(solver, "taylor", times(solver.problem, found, solver.problem.factors), grads)
 
-    def drop(
-        self, group: Group, thetas: Sequence[Tensor], kept: list[Tensor], at: Moment
-    ) -> tuple[list[Tensor], float]:
-        """What stays: the kept units without the least important ones, rounded up."""
-        importance = recall(group, "taylor") if self.taylor(group) else None
-        return drop(
-            group, kept, group.scores(thetas) if importance is None else importance, self.fraction_at(at), up=True
-        )
+    def importance_of(self, solver: TorchSolver, at: Moment) -> Tensor:
+        """|θ|, or what the loss would change by."""
+        found = solver.state.per_unit.pop("taylor", None) if self.taylor(solver) else None
+        return solver.scores() if found is None else found
 
-    def begin(self, group: Group, thetas: Sequence[Tensor], grown: list[Tensor]) -> None:
+    def begin(self, solver: TorchSolver, grown: Tensor) -> None:
         """From zero; of a head, its values only."""
-        where = group.expand(grown)
-        if isinstance(group.pattern, Heads):
-            where = [x & group.pattern.values(x.shape, x.device) for x in where]
-        start_at_zero(group, thetas, where)
+        solver.restart(grown, growing=True)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from spartan.budgets import check_sparsity
-from spartan.groups import Group
-from spartan.methods.base import Method, masked, masked_gradients, straight_through
+from spartan.methods.base import Method
 from spartan.methods.registry import register
-from spartan.ops.select import EVERYTHING
-from spartan.schedules import Moment
-
-if TYPE_CHECKING:
-    from spartan.kernels.engine import Engine
+from spartan.problem.budgets import check_sparsity
+from spartan.problem.problem import Problem
+from spartan.problem.schedules import Moment
+from spartan.solvers.forms import STRAIGHT, Form, Mask, Stored, Where
+from spartan.solvers.torch import TorchSolver
 
 
 @register
@@ -81,88 +76,37 @@ class TopKAST(Method):
         """The penalty does not scale with the loss."""
         return not self.exploration
 
-    def setup(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
-        """B must hold A."""
-        if self.backward_sparsity > group.sparsity:
-            raise ValueError(
-                f"TopKAST: backward_sparsity={self.backward_sparsity} exceeds the sparsity {group.sparsity:.6g} of "
-                f"{group.targets[0].name}; units that are used must get a gradient"
-            )
+    def check(self, problem: Problem) -> None:
+        """Units that are used must get a gradient."""
+        for segment in problem.segments:
+            if self.backward_sparsity > segment.sparsity:
+                raise ValueError(
+                    f"TopKAST: backward_sparsity={self.backward_sparsity} exceeds the sparsity {segment.sparsity:.6g} of "
+                    f"{problem.targets[segment.targets[0]].name}; units that are used must get a gradient"
+                )
 
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
         """A for the forward pass, B for the gradient."""
         if at.step % self.every and at.step > at.warmup_steps:
             return
-        group.threshold, b = group.top(thetas, group.k), EVERYTHING
+        solver.solve(solver.k)
         if self.backward_sparsity:
-            b = group.select(group.scores(thetas), max(group.k, (1.0 - self.backward_sparsity) * group.total))
-            group.tensors["B"] = b.pair()
+            segments = zip(solver.k, solver.problem.segments, strict=True)
+            solver.b = solver.select(
+                [max(k, (1.0 - self.backward_sparsity) * s.total) for k, s in segments], solver.scores()
+            )
         if self.every > 1:  # θ moves on, so that thresholds would no longer tell what was chosen
-            scores = group.scores(thetas)
-            for i, (in_a, in_b) in enumerate(
-                zip(group.keep(scores, group.threshold), group.keep(scores, b), strict=True)
-            ):
-                group.tensors[f"A{i}"], group.tensors[f"B{i}"] = in_a, in_b
+            a, b = solver.kept(Form()), solver.trained(Form())
+            solver.state.per_unit["A"] = a
+            solver.state.per_unit["B"] = torch.ones_like(a) if b is None else b
 
-    def keep(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
-        """A."""
+    def form(self, solver: TorchSolver, at: Moment) -> Form:
+        """Π_A(θ), with the gradient on B, and the exploration penalty."""
+        back = Where(1.0, 1.0, 0.0) if self.backward_sparsity else STRAIGHT
+        decay = None
+        if self.exploration:
+            segments = zip(solver.k, solver.problem.segments, strict=True)
+            decay = Where(self.exploration, tuple(self.exploration * s.total / k for k, s in segments), 0.0)
         if self.every > 1:
-            return [group.tensors[f"A{i}"] for i in range(len(thetas))]
-        return super().keep(group, thetas)
-
-    def weights(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor]:
-        """θ̃ = Π_k(θ), with the gradient of θ on B."""
-        in_a, in_b = group.expand(self.keep(group, thetas)), group.expand(self.updated(group, thetas))
-        return [
-            straight_through(masked(theta, b), masked(theta, a)) for theta, a, b in zip(thetas, in_a, in_b, strict=True)
-        ]
-
-    def write_fast(self, group: Group, thetas: Sequence[Tensor], engine: Engine) -> bool:
-        """[A] ⊙ θ."""
-        if self.every > 1:
-            return False
-        engine.project(soft=False)
-        return True
-
-    def transform_fast(
-        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], engine: Engine
-    ) -> bool:
-        """Nothing is to be done where every unit gets its gradient as it is."""
-        return not self.backward_sparsity and not self.exploration
-
-    def penalty(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> list[Tensor] | None:
-        """λ · [B] ⊙ r ⊙ θ."""
-        if not self.exploration:
-            return None
-        on_a, off_a = self.exploration, self.exploration * group.total / group.k
-        in_a = group.expand(self.keep(group, thetas))
-        found = [torch.where(a, on_a * theta, off_a * theta) for theta, a in zip(thetas, in_a, strict=True)]
-        if self.backward_sparsity:
-            in_b = group.expand(self.updated(group, thetas))
-            found = [masked(pull, b) for pull, b in zip(found, in_b, strict=True)]
-        return found
-
-    def gradient(
-        self, group: Group, thetas: Sequence[Tensor], grads: Sequence[Tensor | None], at: Moment
-    ) -> list[Tensor | None]:
-        """[B] ⊙ g, and the penalty."""
-        found = list(grads)
-        if self.backward_sparsity:
-            found = masked_gradients(grads, group.expand(self.updated(group, thetas)))
-        added = self.penalty(group, thetas, at)
-        if added is None or all(g is None for g in grads):
-            return found
-        return [pull if g is None else g + pull for g, pull in zip(found, added, strict=True)]
-
-    def updated(self, group: Group, thetas: Sequence[Tensor]) -> list[Tensor]:
-        """B: bool per unit, what gets a gradient now."""
-        if self.every > 1:
-            return [group.tensors[f"B{i}"] for i in range(len(thetas))]
-        b = EVERYTHING
-        if self.backward_sparsity:
-            assert group.threshold is not None
-            value, cut = group.tensors["B"].unbind()
-            on_device = isinstance(group.threshold.value, Tensor)
-            # Of the same kind as A's.
-            b = replace(group.threshold, value=value if on_device else float(value), cut=cut if on_device else int(cut))
-        return group.keep(group.scores(thetas), b)
+            return Form(Stored("A"), back, decay, more="B")
+        return Form(Mask.ONE, back, decay)

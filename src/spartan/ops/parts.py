@@ -1,16 +1,13 @@
-"""Many flat tensors as one long vector of units: what the solvers read, without ever copying it into one tensor."""
+"""Reads many flat tensors as one long vector of units, without ever copying it into one tensor."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from spartan.ops.collective import Ranks
 
 # On a CPU the working set of a pass stays in the cache, so that memory is read once per pass. Measured at 25.5M on 2
 # cores: 23 ms a pass with pieces of 2¹⁷, 18 with 2¹⁹, 19 with 2²⁰.
@@ -27,27 +24,6 @@ class Part(NamedTuple):
 Parts = Sequence[Part]
 
 
-class Spread(list[Part]):
-    """Units that lie on several processes: those that this one counts, and what is known of all.
-
-    Args:
-        parts: the units here, of each tensor; none of a tensor that another process counts.
-        counts: units of each whole tensor.
-        ranks: the processes.
-        positions: for each tensor, from the index of units here to their positions among all units.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        counts: Sequence[int],
-        ranks: Ranks,
-        positions: Sequence[Callable[[Tensor], Tensor]],
-    ) -> None:
-        super().__init__(parts)
-        self.counts, self.ranks, self.positions = list(counts), ranks, list(positions)
-
-
 def chunks(part: Part) -> Iterator[tuple[Tensor, float | Tensor]]:
     """Pieces of a part that fit the cache; the whole part on an accelerator."""
     if part.u.device.type != "cpu" or part.u.numel() <= CHUNK:
@@ -59,15 +35,11 @@ def chunks(part: Part) -> Iterator[tuple[Tensor, float | Tensor]]:
 
 def numel(parts: Parts) -> int:
     """How many units there are."""
-    if isinstance(parts, Spread):
-        return sum(parts.counts)
     return sum(part.u.numel() for part in parts)
 
 
 def total_cost(parts: Parts) -> float:
     """C = Σc, in float64; exact for whole-number costs."""
-    if isinstance(parts, Spread):
-        return math.fsum(n * float(part.c) for n, part in zip(parts.counts, parts, strict=True))
     return math.fsum(cost_of(part.u.numel(), part.c) for part in parts)
 
 
@@ -92,15 +64,7 @@ def extrema(parts: Parts) -> tuple[float, float]:
                 low, high = math.nan, math.nan
                 break
             low, high = min(low, a), max(high, b)
-    return (low, high) if not isinstance(parts, Spread) else _extrema_of_all(parts, low, high)
-
-
-def _extrema_of_all(parts: Spread, low: float, high: float) -> tuple[float, float]:
-    """Over all processes; what is NaN on one is NaN on all."""
-    nan = float(math.isnan(low))
-    ends = [-low, high, nan] if not nan else [0.0, 0.0, nan]
-    low, high, nan = parts.ranks.largest(torch.tensor(ends, dtype=torch.float64, device=parts[0].u.device)).tolist()
-    return (math.nan, math.nan) if nan else (-low, high)
+    return low, high
 
 
 def check_budget(k: float, total: float) -> float:

@@ -1,4 +1,4 @@
-"""Many small budgets at once: n of the m units of every row, hard and soft, without a look at the device.
+"""Solves many small budgets at once: n of the m units of every row, hard and soft, without a look at the device.
 
 A soft mask of a row is m = sigmoid(β(u − center) + offset) with Σ m = n, as in `soft_topk`, one center and offset a row.
 """
@@ -6,14 +6,11 @@ A soft mask of a row is m = sigmoid(β(u − center) + offset) with Σ m = n, as
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from spartan.ops.parts import CHUNK
-from spartan.ops.select import Threshold
 
 # Newton passes that bring every row to the rounding error of its precision, and what part of the budget is near enough
 # to stop before: on a CPU only, where looking costs nothing.
@@ -21,56 +18,6 @@ PASSES = {torch.float32: 8, torch.float64: 10}
 ENOUGH = {torch.float32: 4e-7, torch.float64: 2e-14}
 # Rows up to this long are ranked by comparing all pairs, which is 3 to 6 times faster than sorting.
 COMPARE_ALL = 16
-
-
-@dataclass(frozen=True)
-class RowThreshold(Threshold):
-    """What is kept: the `cut` largest of every `m` consecutive units; of equal ones, the first.
-
-    `value` is −∞ where that is all of them, else ∞: no single value divides what is kept from what is not.
-    """
-
-    m: int = 1
-
-    @classmethod
-    def of(cls, n: int, m: int, cost: float = math.nan) -> RowThreshold:
-        """Keep n of every m."""
-        return cls(-math.inf if n == m else math.inf, n, cost, m)
-
-    @property
-    def n(self) -> int:
-        """How many of each row: `cut`, which the host always knows here."""
-        return int(self.cut)
-
-    def host(self) -> RowThreshold:
-        """Itself: the host knows it."""
-        return self
-
-    def keep(self, u: Tensor, start: int = 0) -> Tensor:
-        """Bool per unit."""
-        return top(u.reshape(-1, self.m), self.n).reshape(-1)
-
-
-@dataclass(frozen=True, eq=False)
-class RowDual:
-    """Solved masks of many rows of m units: m = sigmoid(β(u − center) + offset), with a center and an offset a row."""
-
-    beta: float
-    center: Tensor
-    offset: Tensor
-    m: int
-    passes: int = 0
-
-    @property
-    def mu(self) -> None:
-        """Every row has a μ of its own, so there is none to name."""
-        return None
-
-    def mask(self, u: Tensor, start: int = 0) -> Tensor:
-        """The mask of units that stand at positions `start`, `start` + 1, … of the whole vector."""
-        rows = slice(start // self.m, (start + u.numel()) // self.m)
-        z = u.reshape(-1, self.m) - self.center[rows, None]
-        return z.mul_(self.beta).add_(self.offset[rows, None]).sigmoid_().reshape(-1)
 
 
 def top(u: Tensor, n: int) -> Tensor:
@@ -99,11 +46,10 @@ def _top(x: Tensor, n: int) -> Tensor:
     return ahead < n
 
 
-def below(u: Tensor, n: int, m: int) -> Tensor:
-    """The largest of every m units strictly below the n largest, at each of them; −∞ where there is none."""
-    x = u.reshape(-1, m)
-    least = x.sort(dim=1, descending=True).values[:, n - 1 : n]
-    return torch.where(x < least, x, -math.inf).amax(1, keepdim=True).expand(-1, m).reshape(-1)
+def below(u: Tensor, n: int) -> Tensor:
+    """The largest of each row strictly below its n largest, as a column; −∞ where there is none."""
+    least = u.sort(dim=1, descending=True).values[:, n - 1 : n]
+    return torch.where(u < least, u, -math.inf).amax(1, keepdim=True)
 
 
 def solve(u: Tensor, n: int, beta: float) -> tuple[Tensor, Tensor]:
@@ -153,11 +99,10 @@ def solve(u: Tensor, n: int, beta: float) -> tuple[Tensor, Tensor]:
     return center, s
 
 
-def pull_rows(grads: Tensor, slopes: Tensor, m: int) -> Tensor:
-    """a₁/a₂ = Σ g m(1−m) / Σ m(1−m) of each row, at each of its units; 0 where the mask is flat."""
-    s = slopes.reshape(-1, m)
-    a1, a2 = _sums(grads.reshape(-1, m) * s), _sums(s)
-    return torch.where(a2 != 0, a1 / a2, 0.0)[:, None].expand(-1, m).reshape(-1)
+def pull(grads: Tensor, slopes: Tensor) -> Tensor:
+    """a₁/a₂ = Σ g m(1−m) / Σ m(1−m) of each row (rows × m), as a column; 0 where the mask is flat."""
+    a1, a2 = _sums(grads * slopes), _sums(slopes)
+    return torch.where(a2 != 0, a1 / a2, 0.0)[:, None]
 
 
 def _sums(x: Tensor) -> Tensor:
@@ -169,25 +114,3 @@ def _sums(x: Tensor) -> Tensor:
     for column in others:
         total += column
     return total
-
-
-class RowSoftMask(torch.autograd.Function):
-    """The masks of `RowDual` over many tensors; the gradient is that of the solution."""
-
-    @staticmethod
-    def forward(ctx: Any, dual: RowDual, *u: Tensor) -> tuple[Tensor, ...]:
-        """The mask of each tensor of units (float32 or float64)."""
-        masks, start = [], 0
-        for x in u:
-            masks.append(dual.mask(x, start))
-            start += x.numel()
-        ctx.save_for_backward(*masks)
-        ctx.beta, ctx.m = dual.beta, dual.m
-        return tuple(masks)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """∂L/∂u = βm(1−m)(g − a₁/a₂), with the sums over the row."""
-        slopes = [m - m * m for m in ctx.saved_tensors]
-        return None, *(ctx.beta * s * (g - pull_rows(g, s, ctx.m)) for g, s in zip(grads, slopes, strict=True))

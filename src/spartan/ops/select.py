@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from spartan.ops.collective import Ranks
 from spartan.ops.parts import Part, Parts, check_budget, chunks, cost_of, numel, sample, slack, total_cost
 
 # Up to here everything is sorted; a GPU sorts sooner than it answers questions about a sample.
@@ -21,36 +19,20 @@ SAMPLE = 1 << 16
 class Threshold:
     """What is kept, in two numbers: units above `value`, and of those equal to it the ones at positions below `cut`.
 
-    `cost` is what they cost together, as far as it is known. Kernels leave all three on the device, as tensors.
+    `cost` is what they cost together.
     """
 
-    value: float | Tensor
-    cut: int | Tensor = 0
-    cost: float | Tensor = math.nan
+    value: float
+    cut: int = 0
+    cost: float = math.nan
 
     def keep(self, u: Tensor, start: int = 0) -> Tensor:
         """Bool per unit, for units that stand at positions `start`, `start` + 1, … of the whole vector."""
         keep = u > self.value
-        if isinstance(self.cut, Tensor):
-            position = torch.arange(start, start + u.numel(), device=u.device)
-            return keep | ((u == self.value) & (position < self.cut))
         ties = min(max(self.cut - start, 0), u.numel())
         if ties:
             keep[:ties] |= u[:ties] == self.value
         return keep
-
-    def pair(self) -> Tensor:
-        """The value and the cut as one tensor, to be saved."""
-        if isinstance(self.value, Tensor) and isinstance(self.cut, Tensor):
-            return torch.stack([self.value.double(), self.cut.double()])
-        return torch.tensor([self.value, self.cut], dtype=torch.float64)
-
-    def host(self) -> Threshold:
-        """The same in plain numbers; waits for the device."""
-        return Threshold(float(self.value), int(self.cut), float(self.cost))
-
-
-EVERYTHING = Threshold(-math.inf)
 
 
 @dataclass(frozen=True)
@@ -61,7 +43,6 @@ class Boundary:
     fraction: float  # of the cost of the units equal to the threshold, what still fits
     gap_above: float  # distance to the next larger value
     gap_below: float  # distance to the next smaller value
-    ends: tuple[float, float] | None = None  # the smallest and the largest value, where they came on the way
 
 
 def select(parts: Parts, k: float) -> Threshold:
@@ -189,147 +170,6 @@ def _cut(parts: Parts, value: float, room: float) -> tuple[int, float]:
                 return position + int(ties[fit]), room
             position += u.numel()
     return position, room
-
-
-# ---------------------------------------------------------------------- over processes
-
-# Counts add up exactly in so many bits of a float64; as many of them as there is room for share one.
-BITS = 53
-MOST_PIVOTS = 512
-
-
-@dataclass
-class Bracket:
-    """Where one of many units that lie on several processes is to be found, by counting what lies above a few pivots.
-
-    Keys are integers in the order of the values. Between `low` and `high` there are `n` of them, and the one looked for
-    is `index`-th from the top. A round sums over the processes how many lie above each pivot, and so learns between
-    which two the key is; the next round divides what is between. It ends when at most two units are left.
-    """
-
-    low: int
-    high: int
-    n: int
-    index: int
-    larger: int = 0  # units above
-
-    def close(
-        self, keys: Tensor, ranks: Ranks, words: int, guess: int | None = None, reach: int = 1
-    ) -> tuple[tuple[int, int, int], list[int | None]]:
-        """The key of the unit, how many are larger and how many equal; the next keys up and down, and both ends.
-
-        Args:
-            keys: those on this process.
-            ranks: the processes.
-            words: the most numbers of 8 bytes to send in a round.
-            guess: where the key is expected.
-            reach: how far from there.
-        """
-        start = self.low, self.high
-        rest, ordered = keys, False
-        while self.n > 2 and self.low < self.high:
-            if not ordered and rest.numel() <= (SORT_ALL if keys.device.type == "cpu" else SORT_ALL_ON_GPU):
-                rest, ordered = rest.sort().values, True
-            bits = self.n.bit_length()
-            per_word = BITS // bits
-            pivots = self.pivots(min(words * per_word, 4 * self.n + 8, MOST_PIVOTS), guess, reach)
-            above = self._above(rest, ordered, pivots)
-            told = ranks.sum_told(_pack(above, bits, per_word))
-            self.narrow(pivots, _unpack(told, bits, per_word, len(pivots)))
-            if guess is not None and self.n > 2:
-                # A guess that missed is made again from the border that is known, with longer steps.
-                missed, reach = self.low == start[0] or self.high == start[1], 64 * reach
-                known = self.low if self.high == start[1] else self.high
-                guess = known if missed and reach < self.high - self.low else None
-            if not ordered:
-                rest = rest[(rest >= self.low) & (rest <= self.high)]
-        return self._end(keys, rest, ranks)
-
-    def pivots(self, most: int, guess: int | None, reach: int) -> list[int]:
-        """Keys in (low, high], going up: evenly spaced, or around a guess.
-
-        Most of the latter stand within reach of the guess, the outer ones ever farther.
-        """
-        low, width = self.low, self.high - self.low
-        if guess is None:
-            found = {low + -(-width * i // (most + 1)) for i in range(1, most + 1)}
-        else:
-            outer = min(3, most // 4)
-            inner = max(most - 2 * outer, 1)
-            found = {guess - reach + 2 * reach * i // max(inner - 1, 1) for i in range(inner)}
-            found |= {guess + side * (reach << 3 * i) for i in range(1, outer + 1) for side in (-1, 1)}
-        inside = sorted(p for p in found if low < p <= self.high)
-        return inside or [low + (width + 1) // 2]
-
-    def _above(self, rest: Tensor, ordered: bool, pivots: Sequence[int]) -> Tensor:
-        """How many units here lie between each pivot and the top of the bracket."""
-        at = torch.tensor([*pivots, self.high], dtype=rest.dtype, device=rest.device)
-        if ordered:
-            return torch.searchsorted(rest, at[-1], right=True) - torch.searchsorted(rest, at[:-1])
-        counts = torch.bincount(torch.bucketize(rest, at[:-1], right=True), minlength=at.numel())
-        return counts.flip(0).cumsum(0).flip(0)[1:]
-
-    def narrow(self, pivots: Sequence[int], above: Sequence[int]) -> None:
-        """Keep what is between the two pivots that the unit lies between."""
-        i = sum(n > self.index for n in above)  # so many pivots are at or under it
-        over = above[i] if i < len(pivots) else 0
-        self.n = (above[i - 1] if i else self.n) - over
-        self.low, self.high = pivots[i - 1] if i else self.low, pivots[i] - 1 if i < len(pivots) else self.high
-        self.index, self.larger = self.index - over, self.larger + over
-
-    def _end(self, keys: Tensor, rest: Tensor, ranks: Ranks) -> tuple[tuple[int, int, int], list[int | None]]:
-        """The last two units are told apart, and their surroundings looked at, by one reduction."""
-        none = torch.iinfo(keys.dtype).min
-        inside = (rest >= self.low) & (rest <= self.high)
-        wanted = [
-            _largest(~keys, none),  # ~ turns the order around
-            _largest(keys, none),
-            _largest(torch.where(keys > self.high, ~keys, none), none),
-            _largest(torch.where(keys < self.low, keys, none), none),
-            _largest(torch.where(inside, rest, none), none),
-            _largest(torch.where(inside, ~rest, none), none),
-        ]
-        told = ranks.largest_told(torch.stack(wanted if self.n == 2 else wanted[:-1]))
-        ends: list[int | None] = [~told[0], told[1]]
-        over, below = None if told[2] == none else ~told[2], None if told[3] == none else told[3]
-        top, bottom = told[4], ~told[-1] if self.n == 2 else told[4]
-        if top == bottom:
-            return (top, self.larger, self.n), [over, below, *ends]
-        if self.index == 0:
-            return (top, self.larger, 1), [over, bottom, *ends]
-        return (bottom, self.larger + 1, 1), [top, below, *ends]
-
-
-def _largest(x: Tensor, nothing: int) -> Tensor:
-    return x.max() if x.numel() else x.new_tensor(nothing)
-
-
-def _pack(counts: Tensor, bits: int, per_word: int) -> Tensor:
-    """Several counts in each float64: counts[0] + 2^bits · counts[1] + …"""
-    words = -(-counts.numel() // per_word)
-    padded = torch.nn.functional.pad(counts, (0, words * per_word - counts.numel())).reshape(words, per_word)
-    shifts = torch.arange(0, bits * per_word, bits, device=counts.device)
-    return (padded << shifts).sum(1).double()
-
-
-def _unpack(words: Sequence[float], bits: int, per_word: int, n: int) -> list[int]:
-    """The sums of the counts."""
-    return [int(words[i // per_word]) >> bits * (i % per_word) & ((1 << bits) - 1) for i in range(n)]
-
-
-def key_of(u: Tensor) -> Tensor:
-    """Integers in the order of the floats; both zeros are one."""
-    whole = torch.int64 if u.dtype == torch.float64 else torch.int32
-    bits = (u + 0.0).view(whole)
-    return torch.where(bits < 0, bits ^ torch.iinfo(whole).max, bits)
-
-
-def value_of(key: int | None, dtype: torch.dtype) -> float:
-    """The float of a key; NaN where there is none."""
-    if key is None:
-        return math.nan
-    bits = torch.tensor(key, dtype=torch.int64 if dtype == torch.float64 else torch.int32)
-    return float(torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).view(dtype))
 
 
 def hard_topk(values: Tensor, k: float, costs: Tensor | None = None) -> Tensor:

@@ -1,94 +1,47 @@
-"""The soft top-k mask of the paper (Sec. 3.1): one scalar to solve for, and a closed-form gradient.
-
-With two columns the transport problem has a single free dual. Write u = v/c, C = Σc and the mask as
-m = sigmoid(βu + μ); μ is the root of the monotone F(μ) = Σ c m = k.
-"""
+"""Computes the soft top-k mask of the paper (Sec. 3.1) and its gradient, in closed form."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from spartan.ops.collective import Ranks
-from spartan.ops.parts import Part, Parts, Spread, check_budget, chunks, extrema, numel, total_cost
+from spartan.distributed import Ranks
+from spartan.ops.newton import Dual, Root, search
+from spartan.ops.parts import Part, Parts, check_budget, chunks, extrema, numel, total_cost
 from spartan.ops.select import Boundary, as_part, boundary, hard_topk, select
 
 # Up to here a pass costs nothing, and float64 gives residuals that float32 cannot (z = −18 is spaced 2e-6 apart).
 SMALL = 1 << 16
 
 
-@dataclass(frozen=True)
-class Dual:
-    """A solved mask in three scalars: m = scale · sigmoid(β(u − center) + offset).
-
-    μ is split into −β·center + offset because βu and μ nearly cancel at large β; u − center is exact where it matters.
-    `scale` is 1 except for an unconverged Sinkhorn iteration, whose last half-step rescales the mask. Kernels leave
-    what they find on the device, as tensors.
-    """
-
-    beta: float
-    center: float | Tensor
-    offset: float | Tensor
-    scale: float = 1.0
-    passes: int | Tensor = 0
-    residual: float | Tensor = 0.0
-
-    @property
-    def mu(self) -> float | Tensor:
-        """The dual variable μ of the paper."""
-        return math.log(self.scale) + self.offset - self.beta * self.center
-
-    def host(self) -> Dual:
-        """The same in plain numbers; waits for the device."""
-        plain = float(self.center), float(self.offset), self.scale, int(self.passes), float(self.residual)
-        return Dual(self.beta, *plain)
-
-    def mask(self, u: Tensor) -> Tensor:
-        """m for units of normalized value u."""
-        z = (u - self.center).mul_(self.beta).add_(self.offset)
-        m = torch.sigmoid_(z)
-        return m.mul_(self.scale) if self.scale != 1.0 else m
-
-
-def logit(p: float) -> float:
-    """Inverse of the sigmoid, infinite at 0 and 1."""
-    if p <= 0 or p >= 1:
-        return -math.inf if p <= 0 else math.inf
-    return math.log(p) - math.log1p(-p)
-
-
 def moments(parts: Parts, beta: float, center: float, offset: float) -> tuple[float, float]:
     """F = Σ c m and D = Σ c m(1−m) in one pass over the units."""
+    f, s = local_moments(parts, beta, center, offset).tolist()
+    return f, f - s
+
+
+def local_moments(parts: Parts, beta: float, center: float, offset: float) -> Tensor:
+    """Σ c m and Σ c m² over these units, still on their device."""
     upcast = numel(parts) <= SMALL
-    f = s = 0.0
-    mine: Tensor | float = 0.0
+    found = torch.zeros(2, dtype=torch.float64, device=parts[0].u.device)
     for part in parts:
         for u, c in chunks(part):
             m = Dual(beta, center, offset).mask(u.double() if upcast else u)
             price, weighted = (1.0, m * c) if isinstance(c, Tensor) else (c, m)
-            sums = torch.stack((weighted.sum(dtype=torch.float64), torch.dot(weighted, m.to(weighted.dtype)).double()))
-            if isinstance(parts, Spread):
-                mine = mine + price * sums
-            else:
-                one, two = sums.tolist()  # one look at the device
-                f, s = f + price * one, s + price * two
-    if isinstance(parts, Spread) and isinstance(mine, Tensor):
-        f, s = parts.ranks.sum_told(mine, late=True)  # all groups begin with Newton's steps together
-    return f, f - s
+            sums = weighted.sum(dtype=torch.float64), torch.dot(weighted, m.to(weighted.dtype)).double()
+            found += price * torch.stack(sums)
+    return found
 
 
 def solve(
     parts: Parts, k: float, beta: float, *, start: Boundary | float, tol: float | None = None, max_iters: int = 60
 ) -> Dual:
-    """Root of Σ c·sigmoid(βu + μ) = k by Newton on h(μ) = logit(F/C) − logit(k/C).
-
-    0 < h' ≤ 1, so the plain step μ − h never overshoots, and h is almost linear: two to four passes to 1e-6 from the
-    hard threshold. Bisection takes over when a step leaves the bracket of the root.
+    """Root of Σ c·sigmoid(βu + μ) = k, to be seen in a last pass.
 
     Args:
         parts: the units.
@@ -100,93 +53,10 @@ def solve(
     """
     total = total_cost(parts)
     k = check_budget(k, total)
-    goal = logit(k / total)
-    if isinstance(parts, Spread) and math.isinf(goal):
-        return Dual(beta, 0.0, goal)  # without a word to the others
-    known = start.ends if isinstance(start, Boundary) else None
-    low, high = extrema(parts) if known is None else known
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise ValueError("NaN or infinite values have no soft top-k mask")
-    if math.isinf(goal) or beta == 0 or low == high:
-        return Dual(beta, low if low == high else 0.0, goal)
-    if tol is None:
-        tol = 1e-13 if parts[0].u.dtype == torch.float64 else 1e-6
-    # z = β(u − origin) + s; the root s lies in [least, most].
-    origin, s = _start(start, beta, low, high)
-    least, most = goal - beta * (high - origin), goal - beta * (low - origin)
-    s = min(max(s, least), most)
-    best = Dual(beta, origin, s, residual=math.inf)
-    for passes in range(1, max_iters + 1):
-        center = origin if abs(s) <= 4.0 else min(max(origin - s / beta, low), high)
-        center, offset = _split(origin, s, beta, center, parts[0].u.dtype)
-        f, d = moments(parts, beta, center, offset)
-        residual = abs(f - k) / k
-        best = Dual(beta, center, offset, residual=residual) if residual < best.residual else best
-        best = replace(best, passes=passes)
-        least, most = (least, s) if f > k else (s, most)
-        last, s = s, _newton(s, f, d, total, goal)
-        if not least < s < most:
-            s = 0.5 * (least + most)
-        elif (
-            isinstance(parts, Spread) and residual > tol and (rest := rest_of_step(s - last, f, d, total)) <= 0.5 * tol
-        ):
-            # No round of sums just to see it; the other half is for rounding.
-            center, offset = _split(origin, s, beta, center, parts[0].u.dtype)
-            return Dual(beta, center, offset, passes=passes, residual=rest)
-        if residual <= tol or not least < s < most:  # the latter: the bracket is down to neighbouring numbers
-            break
-    return best
-
-
-def _newton(s: float, f: float, d: float, total: float, goal: float) -> float:
-    """One step on the logit of the budget fraction; NaN where the mask is flat there."""
-    if not 0 < f < total or d <= 0:
-        return math.nan
-    return s - (logit(f / total) - goal) * f * (total - f) / (total * d)
-
-
-def rest_of_step(step: float, f: float, d: float, total: float) -> float:
-    """What |F − k|/k is at most after a Newton step on h(μ) = logit(F/C) − logit(k/C), without a look at the units.
-
-    Write E_w[m] = Σ c·w·m / Σ c·w. Then 1 − h' = E_m − E_{1−m} and h''/h' = E_m + E_{1−m} − 2·E_{m(1−m)}, and the last
-    mean lies between the first two. So |h''| ≤ h'(1 − h'): logit(h') moves no faster than μ, and a step δ leaves
-
-        |h| ≤ h'(1 − h')·(exp|δ| − 1 − |δ|)
-
-    Nothing where all u are equal, or β is 0, since h' = 1 there.
-
-    Args:
-        step: δ.
-        f: F = Σ c m before the step.
-        d: D = Σ c m(1−m) there.
-        total: C = Σ c.
-    """
-    if not abs(step) < 1.0:
-        return math.inf
-    steep = min(total * d / (f * (total - f)), 1.0)
-    # |F − k|/k ≤ exp|h| − 1.
-    return math.expm1(steep * (1.0 - steep) * (math.expm1(abs(step)) - abs(step)))
-
-
-def _split(origin: float, s: float, beta: float, center: float, dtype: torch.dtype) -> tuple[float, float]:
-    """The line β(u − origin) + s written from another center: a number of the data's precision, and what is left."""
-    center = float(torch.tensor(center, dtype=dtype))
-    return center, s - beta * (origin - center)
-
-
-def _start(start: Boundary | float, beta: float, low: float, high: float) -> tuple[float, float]:
-    """Origin and s to begin with. From the hard threshold they are exact in the limit of large β.
-
-    There the unit at the threshold takes the fraction of the budget that is left, unless that is so close to nothing
-    or everything that the tails of its neighbours weigh more.
-    """
-    if not isinstance(start, Boundary):
-        return min(max(start, low), high), 0.0
-    value = float(start.threshold.value)
-    if math.isinf(value):
-        return (low if value < 0 else high), 0.0
-    s = max(logit(start.fraction), -0.5 * beta * start.gap_above)
-    return value, min(s, 0.5 * beta * start.gap_below)
+    root = Root(k, total, beta, start, extrema(parts), parts[0].u.dtype, tol, trust=False, most=max_iters)
+    search([root], lambda roots: [moments(parts, beta, one.center, one.offset) for one in roots])
+    assert root.dual is not None
+    return root.dual
 
 
 Init = Literal["cold", "threshold"] | float | None
@@ -196,43 +66,86 @@ def sinkhorn(
     parts: Parts, k: float, beta: float, *, init: Init = None, tol: float | None = None, max_iters: int = 100
 ) -> Dual:
     """Algorithm 4 of the paper to the letter, from μ₀ = 0 ("cold"), the hard threshold, or a given μ₀."""
-    tol = 0.01 if tol is None else tol
-    total = total_cost(parts)
-    k = check_budget(k, total)
-    if k == 0:
-        return Dual(beta, 0.0, -math.inf)
-    u = torch.cat([part.u for part in parts])
-    c = torch.cat([torch.as_tensor(part.c, device=u.device).expand(part.u.numel()).to(u.dtype) for part in parts])
-    z, v, log_c = beta * u, u * c, c.log()
     if isinstance(init, str) and init == "threshold":
-        kept = select([Part(u, c)], k).keep(u)
-        mu = -beta * float(u[kept].min() if kept.any() else u.max())
-    else:
-        mu = 0.0 if init is None or isinstance(init, str) else float(init)
-    everywhere = parts.ranks if isinstance(parts, Spread) else Ranks([], [])
-    worth = float(everywhere.sum(v.sum(dtype=torch.float64)))  # vᵀm₀ with m₀ = 1
-    for passes in range(1, max_iters + 1):
-        nu = log_c + torch.nn.functional.logsigmoid(-(z + mu))  # log c − log(1 + exp(z + μ))
-        before, mu = mu, math.log(k) - _log_sum_exp(z + nu, everywhere)
-        m = torch.exp(z + mu + nu - log_c)
-        last, worth = worth, float(everywhere.sum((v * m).sum(dtype=torch.float64)))
-        if passes == max_iters or abs(worth - last) < tol * abs(last):
-            break
-    return Dual(beta, 0.0, before, scale=math.exp(mu - before), passes=passes)
+        kept = [part.u[keep] for part, keep in zip(parts, _kept(parts, k), strict=True)]
+        lowest = [u.min() for u in kept if u.numel()] or [torch.cat([part.u for part in parts]).max()]
+        init = -beta * float(torch.stack(lowest).min())
+    (dual,) = sinkhorn_all(
+        [parts], [k], [beta], [None if isinstance(init, str) else init], Ranks([], []), tol, max_iters
+    )
+    return dual
 
 
-def _log_sum_exp(x: Tensor, ranks: Ranks) -> float:
-    """log Σ exp x over all processes."""
-    if not ranks.groups:
-        return float(torch.logsumexp(x, 0))
-    here = torch.logsumexp(x, 0).double()  # −∞ of nothing
+def _kept(parts: Parts, k: float) -> list[Tensor]:
+    threshold, found, start = select(parts, k), [], 0
+    for part in parts:
+        found.append(threshold.keep(part.u, start))
+        start += part.u.numel()
+    return found
+
+
+def sinkhorn_all(
+    problems: Sequence[Parts],
+    ks: Sequence[float],
+    betas: Sequence[float],
+    inits: Sequence[float | None],
+    ranks: Ranks,
+    tol: float | None = None,
+    max_iters: int = 100,
+    totals: Sequence[float] | None = None,
+) -> list[Dual]:
+    """The same for many budgets, in step with one another, over the processes that hold shards of the units."""
+    tol = 0.01 if tol is None else tol
+    mu, before, live = [], [], []
+    u, c, passes = [], [], [0] * len(problems)
+    for i, (parts, k, init) in enumerate(zip(problems, ks, inits, strict=True)):
+        u.append(torch.cat([part.u for part in parts]))
+        costs = [torch.as_tensor(part.c, device=part.u.device).expand(part.u.numel()) for part in parts]
+        c.append(torch.cat(costs).to(u[i].dtype))
+        mu.append(0.0 if init is None else init)
+        before.append(mu[i])
+        live += [i] if check_budget(k, total_cost(parts) if totals is None else totals[i]) > 0 else []
+    flat = [i for i in range(len(problems)) if i not in live]
+
+    def worths(masks: Sequence[Tensor | float]) -> list[float]:
+        here = [(u[i] * c[i] * m).sum(dtype=torch.float64) for i, m in zip(live, masks, strict=True)]
+        return ranks.sum(torch.stack(here)).tolist() if here else []
+
+    worth = dict(zip(live, worths([1.0] * len(live)), strict=True))  # vᵀm₀ with m₀ = 1
+    while live:
+        nus, sums = [], []
+        for i in live:
+            # log c − log(1 + exp(z + μ))
+            nus.append(c[i].log() + torch.nn.functional.logsigmoid(-(betas[i] * u[i] + mu[i])))
+            sums.append(torch.logsumexp(betas[i] * u[i] + nus[-1], 0))
+        masks = []
+        for i, nu, sum_here in zip(live, nus, _log_sum_exp(torch.stack(sums), ranks), strict=True):
+            before[i], mu[i] = mu[i], math.log(ks[i]) - sum_here
+            masks.append(torch.exp(betas[i] * u[i] + mu[i] + nu - c[i].log()))
+            passes[i] += 1
+        now = dict(zip(live, worths(masks), strict=True))
+        live = [i for i in live if passes[i] < max_iters and abs(now[i] - worth[i]) >= tol * abs(worth[i])]
+        worth |= now
+    return [
+        Dual(betas[i], 0.0, -math.inf)
+        if i in flat
+        else Dual(betas[i], 0.0, before[i], scale=math.exp(mu[i] - before[i]), passes=passes[i])
+        for i in range(len(problems))
+    ]
+
+
+def _log_sum_exp(here: Tensor, ranks: Ranks) -> list[float]:
+    """log Σ exp over all processes, from what each has (−∞ for nothing)."""
+    if ranks.alone:
+        return here.tolist()
+    here = here.double()
     top = ranks.largest(here.clone())
-    return float(top + torch.log(ranks.sum(torch.exp(here - top))))
+    return (top + torch.log(ranks.sum(torch.exp(here - top)))).tolist()
 
 
 def residual_at(dual: Dual, parts: Parts, k: float) -> float:
     """|Σ c·sigmoid(βu + μ) − k| / k: how far a dual is from the solution."""
-    f, _ = moments(parts, dual.beta, float(dual.center), float(dual.offset) + math.log(dual.scale))
+    f, _ = moments(parts, dual.beta, dual.center, dual.offset + math.log(dual.scale))
     return abs(f - k) / k if k else f
 
 
@@ -240,13 +153,11 @@ class SoftMask(torch.autograd.Function):
     """m = sigmoid(βu + μ) for a solved μ, over many tensors at once; its gradient is that of the solution."""
 
     @staticmethod
-    def forward(
-        ctx: Any, dual: Dual, costs: list[float | Tensor], ranks: Ranks | None, *u: Tensor
-    ) -> tuple[Tensor, ...]:
-        """The mask of each tensor of u = v/c (float32 or float64); `ranks` where they are shards."""
+    def forward(ctx: Any, dual: Dual, costs: list[float | Tensor], *u: Tensor) -> tuple[Tensor, ...]:
+        """The mask of each tensor of u = v/c (float32 or float64)."""
         masks = tuple(dual.mask(x) for x in u)
         ctx.save_for_backward(*masks)
-        ctx.beta, ctx.costs, ctx.ranks = dual.beta, costs, ranks
+        ctx.beta, ctx.costs = dual.beta, costs
         return masks
 
     @staticmethod
@@ -254,33 +165,14 @@ class SoftMask(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """∂L/∂u = βm(1−m)(g − c·a₁/a₂), and u = v/c makes this Algorithm 5.
 
-        a₂ is Σ c m(1−m); the paper writes k − Σ c m², which is the same where Σ c m = k.
+        a₁ = Σ g m(1−m) and a₂ = Σ c m(1−m); the paper writes k − Σ c m², which is the same where Σ c m = k.
         """
         slopes = [m - m * m for m in ctx.saved_tensors]
-        ratio = pull_ratio(grads, slopes, ctx.costs, ctx.ranks)
-        return (
-            None,
-            None,
-            None,
-            *(ctx.beta * s * (g - (c * ratio).to(g.dtype)) for g, s, c in zip(grads, slopes, ctx.costs, strict=True)),
-        )
-
-
-def pull_ratio(
-    grads: Sequence[Tensor], slopes: Sequence[Tensor], costs: Sequence[float | Tensor], ranks: Ranks | None = None
-) -> Tensor:
-    """a₁/a₂ = Σ g m(1−m) / Σ c m(1−m): how far the budget pulls every unit back; 0 where the mask is flat.
-
-    A tensor with a NaN or infinite gradient is left out of a₁: its own gradient says so, and the others', which a loss
-    scaler may have found good already, stay finite.
-    """
-    a1 = torch.stack([(g * s).sum(dtype=torch.float64) for g, s in zip(grads, slopes, strict=True)])
-    a2 = torch.stack([(c * s).sum(dtype=torch.float64) for c, s in zip(costs, slopes, strict=True)])
-    if ranks is not None:
-        mine = torch.tensor(ranks.counts, device=a1.device)
-        a1, a2 = ranks.sum(torch.where(mine, torch.stack((a1, a2)), 0.0)).unbind()
-    a1, a2 = torch.where(torch.isfinite(a1), a1, 0.0).sum(), a2.sum()
-    return torch.where(a2 != 0, a1 / a2, 0.0)
+        a1 = sum((g * s).sum(dtype=torch.float64) for g, s in zip(grads, slopes, strict=True))
+        a2 = torch.stack([(c * s).sum(dtype=torch.float64) for c, s in zip(ctx.costs, slopes, strict=True)]).sum()
+        ratio = torch.where(a2 != 0, a1 / a2, 0.0)  # 0 where the mask is flat
+        each = zip(grads, slopes, ctx.costs, strict=True)
+        return None, None, *(ctx.beta * s * (g - (c * ratio).to(g.dtype)) for g, s, c in each)
 
 
 @dataclass(frozen=True)
@@ -376,12 +268,12 @@ def soft_topk(
     part = as_part(v.detach(), costs)
     dual = _solve_as_asked(part, k, beta, solver, init, tol, max_iters)
     u = v.reshape(-1) / part.c if isinstance(part.c, Tensor) else v.reshape(-1)
-    (mask,) = SoftMask.apply(dual, [part.c], None, u.to(v.dtype))
+    (mask,) = SoftMask.apply(dual, [part.c], u.to(v.dtype))
     mask = mask.reshape(values.shape).to(dtype)
     if not return_info:
         return mask
-    residual = residual_at(dual, [part], k) if solver == "sinkhorn" else float(dual.residual)
-    return mask, SoftTopKInfo(float(dual.mu), int(dual.passes), residual)
+    residual = residual_at(dual, [part], k) if solver == "sinkhorn" else dual.residual
+    return mask, SoftTopKInfo(dual.mu, dual.passes, residual)
 
 
 def _solve_as_asked(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spartan.app.train.config import from_dict, to_yaml
-from spartan.schedules import Moment
+from spartan.problem.schedules import Moment
 
 LAYERS = [
     ("conv1.weight", (16, 3, 3, 3), 1024),

@@ -11,7 +11,7 @@ import yaml
 from spartan import NM, Block, Channel, Unstructured
 from spartan.app.train.config import Config, RecipeError, from_dict, load_recipe, recipe_names, to_yaml
 from spartan.app.train.setup import build_pattern, lr_at
-from spartan.patterns import Pattern
+from spartan.problem.patterns import Pattern
 
 NAMES = [
     "cifar10-resnet18",

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import yaml
 
 from spartan.methods import Method, entries
-from spartan.schedules import Moment
+from spartan.problem.schedules import Moment
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from spartan.app.train.config import Config, RecipeError
 from spartan.app.train.data import Data
 from spartan.app.train.processes import Processes
 from spartan.app.train.setup import build_pattern
-from spartan.sharding import is_dtensor, unit_sides
+from spartan.distributed import is_dtensor
 
 Plain = dict[str, Any]
 
@@ -91,7 +91,7 @@ class Whole:
 
     def load(self, path: Path, state: Mapping[str, Any], optimizer: Optimizer, sparsifier: Sparsifier) -> None:
         """Go on from a checkpoint, whatever number of processes wrote it, and in whichever way."""
-        from spartan.sharded_checkpoint import load_sharded, load_whole
+        from spartan.state.sharded import load_sharded, load_whole
 
         if path.is_dir():
             load_sharded(path, self.model, optimizer, sparsifier)
@@ -147,7 +147,7 @@ class Shards(Whole):
         from torch.distributed.tensor import Shard
 
         shape, world = tuple(parameter.shape), self.us.world
-        sides = unit_sides(build_pattern(self.config), shape) if len(shape) > 1 else None
+        sides = build_pattern(self.config).sides(shape) if len(shape) > 1 else None
         if sides is None or -(-shape[0] // world) % sides[0] == 0:
             return Shard(0)
         columns = parameter.numel() // shape[0] // world

@@ -15,9 +15,9 @@ import spartan
 from spartan import NM, Block, Channel, Flops, Sparsifier, Unstructured
 from spartan.app.train.config import Config, RecipeError, nearest
 from spartan.methods import Method
-from spartan.patterns import Pattern
-from spartan.schedules import Schedule
-from spartan.targets import Target
+from spartan.problem.patterns import Pattern
+from spartan.problem.schedules import Schedule
+from spartan.problem.targets import Target
 
 SHAPES = ("linear", "cosine", "cubic")
 

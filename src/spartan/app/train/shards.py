@@ -28,7 +28,7 @@ from spartan.app.train.checkpoint import (
     write_atomically,
 )
 from spartan.app.train.processes import Processes, patience
-from spartan.sharded_checkpoint import save_sharded
+from spartan.state.sharded import save_sharded
 
 
 class Parts:

@@ -1,0 +1,231 @@
+"""Targets: which parameter tensors of a model become sparse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
+
+from spartan.distributed import is_dtensor, local, same_placement
+
+# Globs over parameter names, as `include` and `exclude` take them.
+Globs = str | Iterable[str] | None
+
+# The layers made sparse by default, and the names of their weights.
+_WEIGHTS: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
+    (nn.Linear, ("weight",)),
+    (nn.modules.conv._ConvNd, ("weight",)),  # Conv1d–3d and their transposes
+    (nn.MultiheadAttention, ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")),
+)
+
+
+@dataclass(eq=False)
+class Target:
+    """One parameter tensor to sparsify. `names` are all the names it goes by; the first is its own."""
+
+    names: tuple[str, ...]
+    parameter: nn.Parameter
+    owner: nn.Module
+    attribute: str
+
+    def __post_init__(self) -> None:
+        self.dtype, self.device = self.parameter.dtype, self.parameter.device  # as they were when it was found
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the model."""
+        return self.names[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight, whole."""
+        return tuple(self.parameter.shape)
+
+    @property
+    def numel(self) -> int:
+        """Entries of the weight, whole."""
+        return self.parameter.numel()
+
+    @property
+    def local(self) -> Tensor:
+        """What this process holds of the weight: all of it, or its shard; in the parameter's memory, no gradient."""
+        return local(self.parameter).detach()
+
+    @property
+    def local_grad(self) -> Tensor | None:
+        """The gradient of that."""
+        grad = self.parameter.grad
+        if grad is None or not is_dtensor(self.parameter):
+            return grad
+        if (placed := same_placement(self.parameter, grad)) is not grad:
+            self.parameter.grad = grad = placed
+        return local(grad)
+
+    @cached_property
+    def dense_stride(self) -> tuple[int, ...] | None:
+        """The strides of the local tensor, if its entries fill its memory without gaps, in any order; else None."""
+        expected, here = 1, self.local
+        for stride, n in sorted(zip(here.stride(), here.shape, strict=True)):
+            if n > 1:
+                if stride != expected:
+                    return None
+                expected *= n
+        return here.stride()
+
+    def flatten(self, x: Tensor) -> Tensor:
+        """A tensor of the local shape, flat in the order of the weight's memory: a view where it lies so itself."""
+        if self.dense_stride is None:
+            return x.reshape(-1)
+        sides = zip(x.shape, x.stride(), self.dense_stride, strict=True)
+        here = x if all(n < 2 or mine == its for n, mine, its in sides) else self.laid_out(x)
+        return here.as_strided((here.numel(),), (1,), here.storage_offset())
+
+    def unflatten(self, flat: Tensor) -> Tensor:
+        """What `flatten` undoes: a view in the local shape."""
+        shape = self.local.shape
+        rows = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        return flat.as_strided(shape, self.dense_stride or rows, flat.storage_offset())
+
+    def laid_out(self, x: Tensor) -> Tensor:
+        """The same tensor with its memory in the order of the weight's."""
+        here = self.local
+        return torch.empty_strided(here.shape, here.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, DataParallel and torch.compile."""
+    while True:
+        if isinstance(model, (DistributedDataParallel, DataParallel)):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without the layer that torch.compile puts around modules."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def as_globs(argument: str, globs: Globs) -> tuple[str, ...]:
+    """A tuple of globs; one string is one glob."""
+    if globs is None:
+        return ()
+    found = (globs,) if isinstance(globs, str) else tuple(globs)
+    for glob in found:
+        if not isinstance(glob, str):
+            raise ValueError(f"{argument} holds {glob!r}; globs over parameter names, such as 'layer1.*', are needed")
+    return found
+
+
+def matches(target: Target, glob: str) -> bool:
+    """Whether any name of the target fits the glob."""
+    return any(fnmatchcase(name, glob) for name in target.names)
+
+
+def first_match(table: Mapping[str, float], target: Target) -> float | None:
+    """The number under the first glob that fits the target."""
+    return next((float(value) for glob, value in table.items() if matches(target, glob)), None)
+
+
+def some_names(targets: Sequence[Target], most: int = 8) -> str:
+    """Some target names for an error message."""
+    return ", ".join(t.name for t in targets[:most]) + (", …" if len(targets) > most else "")
+
+
+def find_targets(model: nn.Module, include: Globs = None, exclude: Globs = None) -> list[Target]:
+    """The targets of a model in the order of its parameters, tied weights once.
+
+    Args:
+        model: the model, possibly wrapped in DDP or torch.compile.
+        include: globs over parameter names; None means every Linear, Conv*d and MultiheadAttention weight.
+        exclude: globs of those to leave dense.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {type(model).__name__}, not a torch.nn.Module")
+    everything = _all_parameters(unwrap(model))
+    included, excluded = as_globs("include", include), as_globs("exclude", exclude)
+    for argument, globs in (("include", included), ("exclude", excluded)):
+        for glob in globs:
+            if not any(matches(target, glob) for target in everything):
+                names = ", ".join(target.name for target in everything[:8])
+                raise ValueError(f"{argument}={glob!r} matches no parameter of the model, which has {names}, …")
+    found = [t for t in everything if (_asked_for(t, included) if include is not None else _by_default(t))]
+    found = [t for t in found if t.parameter.requires_grad and not any(matches(t, glob) for glob in excluded)]
+    for target in found:
+        _check(target)
+    found = [t for t in found if t.numel]
+    if not found:
+        raise ValueError(
+            f"no layer to sparsify: include={include!r}, exclude={exclude!r} leave no trainable weight of "
+            f"{type(unwrap(model)).__name__}; by default these are the weights of Linear, Conv*d and MultiheadAttention"
+        )
+    return found
+
+
+def _all_parameters(model: nn.Module) -> list[Target]:
+    """Every parameter once, with all its names."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[int, Target] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        prefix, _, attribute = name.rpartition(".")
+        target = found.setdefault(id(parameter), Target((), parameter, modules[prefix], attribute))
+        target.names += (clean_name(name),)
+        # A weight shared by a Linear and an Embedding is a Linear's weight.
+        if _is_weight(modules[prefix], attribute) and not _is_weight(target.owner, target.attribute):
+            target.owner, target.attribute = modules[prefix], attribute
+    return list(found.values())
+
+
+def _is_weight(owner: nn.Module, attribute: str) -> bool:
+    return any(isinstance(owner, kind) and attribute in names for kind, names in _WEIGHTS)
+
+
+def _by_default(target: Target) -> bool:
+    """Whether an unnamed parameter is a target; one that another tool rewrites counts, so that it is refused."""
+    if "parametrizations" in target.name.split("."):
+        return target.parameter.ndim >= 2
+    return _is_weight(target.owner, target.attribute.removesuffix("_orig").removesuffix("_v"))
+
+
+def _asked_for(target: Target, globs: tuple[str, ...]) -> bool:
+    for glob in globs:
+        if matches(target, glob):
+            if target.parameter.ndim >= 2:
+                return True
+            if not any(c in glob for c in "*?["):
+                raise ValueError(f"include={glob!r} has {target.parameter.ndim} dimension(s); a target needs 2 or more")
+    return False
+
+
+def _check(target: Target) -> None:
+    """Refuse what cannot be trained this way, with the remedy."""
+    name, parameter = target.name, target.parameter
+    if "parametrizations" in name.split(".") or parametrize.is_parametrized(target.owner, target.attribute):
+        raise ValueError(
+            f"{name} is parametrized already; remove the parametrization "
+            "(torch.nn.utils.parametrize.remove_parametrizations) or exclude it"
+        )
+    if target.attribute.endswith(("weight_orig", "weight_v")):
+        raise ValueError(f"{name} is rewritten by a hook (nn.utils.prune or weight_norm); remove that or exclude it")
+    if isinstance(parameter, UninitializedParameter):
+        raise ValueError(f"{name} has no shape yet; run one forward pass through the lazy layers first")
+    if parameter.is_meta:
+        raise ValueError(f"{name} is on the meta device; give the model its weights first (model.to_empty and load)")
+    if not parameter.is_floating_point() or parameter.layout is not torch.strided:
+        raise ValueError(f"{name} is a {parameter.layout} tensor of {parameter.dtype}; dense floating-point is needed")
+
+
+def current(target: Target) -> Tensor:
+    """What the model holds under the target's name now."""
+    found = target.owner._parameters.get(target.attribute)  # a module's own getattr takes ten times as long
+    return getattr(target.owner, target.attribute) if found is None else found

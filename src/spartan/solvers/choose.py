@@ -1,0 +1,49 @@
+"""Chooses the solver of each part of the problem: the first that can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from spartan.problem.problem import Problem
+from spartan.solvers.base import Flags, why_no_kernels
+from spartan.solvers.chunks import ChunkSolver
+from spartan.solvers.frozen import FrozenSolver
+from spartan.solvers.sharded import ShardedSolver
+from spartan.solvers.torch import TorchSolver
+
+
+def solver_for(problem: Problem, flags: Flags, kernels: str, alias: bool = False) -> TorchSolver:
+    """The solver of a part; with `alias`, where w = θ always and nothing is to be done, plain torch."""
+    why = "nothing to do" if alias else why_no_kernels(problem, kernels)
+    kinds: list[type[TorchSolver]] = [ChunkSolver, ShardedSolver]
+    if not why:  # Triton is imported where it runs
+        from spartan.solvers.triton.blocks import BlockSolver
+        from spartan.solvers.triton.rows import RowSolver
+        from spartan.solvers.triton.single import TritonSolver
+
+        kinds = [TritonSolver, BlockSolver, RowSolver, *kinds]
+    reasons = [why] if why else []
+    for kind in [] if alias else kinds:
+        reason = kind.why_not(problem, kernels)
+        if not reason:
+            return kind(problem, flags)
+        reasons.append(reason)
+    solver = TorchSolver(problem, flags, alias)
+    solver.why = reasons[0]
+    return solver
+
+
+def frozen_solver_for(
+    problem: Problem, flags: Flags, kernels: str, kept: Sequence[tuple[Tensor, Tensor, Tensor]]
+) -> FrozenSolver:
+    """The solver of a part whose masks are fixed, from θ, the mask and the places of the kept entries of each target."""
+    why = why_no_kernels(problem, kernels)
+    if not why:
+        from spartan.solvers.triton.frozen import FrozenTritonSolver
+
+        return FrozenTritonSolver(problem, flags, kept)
+    solver = FrozenSolver(problem, flags, kept)
+    solver.why = why
+    return solver

@@ -1,0 +1,365 @@
+"""Answers problems of single weights on a CPU: pieces that stay in the cache go through all operations before the next.
+
+Everything is arithmetic on floats: torch's operations on bools take up to seven times as long as a product (25.5M
+weights on 2 cores: a product 2 ms, a sigmoid 5, a comparison into floats 1.4, into bools 6, `where` 12, `nonzero` 11).
+
+The threshold and τ start from the last step's. The former is exact wherever the search starts; the latter is saved with
+the former, so that a resumed run goes on as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spartan.ops.newton import Dual, Root, search
+from spartan.ops.parts import CHUNK, Part, check_budget, total_cost
+from spartan.ops.select import Threshold, boundary
+from spartan.problem.problem import Problem
+from spartan.solvers.base import Flags, Grads
+from spartan.solvers.forms import KEPT, Form, Mask
+from spartan.solvers.pools import Budgets, Duals, Selection, numbers
+from spartan.solvers.torch import TorchSolver
+
+WORTH = 1 << 16  # more weights than these are worth going through in chunks: a few are done before a loop has begun
+PASSES = 12
+WINDOW = 4e-3  # of the threshold, up and down: where it is looked for, at first
+ROW = 64  # so many weights are passed over at once where none is near the threshold
+
+# out = x · m(1−m), and out = x where |u| > λ, exactly +0.0 elsewhere: one operation each.
+_times_slope = torch.ops.aten.sigmoid_backward.grad_input
+_where_above = torch.ops.aten.hardshrink_backward.grad_input
+
+
+class Piece(NamedTuple):
+    """A part of one target that fits the cache."""
+
+    i: int  # number of the target
+    position: int  # of its first weight in the segment
+    here: slice  # where it is in the target
+    theta: Tensor
+    room: tuple[Tensor, ...]  # three tensors of its length, for whatever is computed
+
+
+@dataclass
+class Known:
+    """What is known of a segment's masks: a start for the next search."""
+
+    threshold: Threshold | None = None
+    dual: Dual | None = None
+    window: float = WINDOW
+
+
+class ChunkSolver(TorchSolver):
+    """Goes through the weights in chunks; what they cannot do, plain torch does."""
+
+    name = "chunks"
+
+    def __init__(self, problem: Problem, flags: Flags, alias: bool = False) -> None:
+        super().__init__(problem, flags, alias)
+        self._pieces = [] if alias else self._cut_up()
+        self._known = [Known() for _ in problem.segments]
+        self._mine = False  # whether the masks in use were chosen here
+
+    @classmethod
+    def why_not(cls, problem: Problem, kernels: str) -> str:
+        """Single weights on a CPU, and many of them."""
+        kinds = {(t.parameter.device.type, t.parameter.dtype) for t in problem.targets}
+        if kernels != "auto":
+            return f"kernels={kernels!r}"
+        if kinds not in ({("cpu", torch.float32)}, {("cpu", torch.float64)}):
+            return "not float32 or float64 on a CPU"
+        if not problem.pattern.single:
+            return "units of several weights"
+        if not problem.ranks.alone or any(t.dense_stride is None for t in problem.targets):
+            return "weights in shards, or with gaps in their memory"
+        return "few weights" if sum(problem.units) <= WORTH else ""
+
+    def _cut_up(self) -> list[Piece]:
+        """All targets in pieces, which share their room; made once, since a view takes as long as a short operation."""
+        sizes = self.problem.units
+        longest = min(CHUNK, max(sizes))
+        room = [torch.empty(longest, dtype=self.dtype) for _ in range(3)]
+        found = []
+        for i, view in enumerate(self.theta.views):
+            theta = self.problem.targets[i].flatten(view)
+            for start in range(0, sizes[i], CHUNK):
+                here = slice(start, min(start + CHUNK, sizes[i]))
+                # In the middle of the room, so that each half, long or short, stays with one of two threads: cores that
+                # share no cache would hand it to and fro (seen: 72 ms instead of 44 for a gradient).
+                skip = (longest - here.stop + start) // 32 * 16
+                views = tuple(r[skip : skip + here.stop - start] for r in room)
+                found.append(Piece(i, self.problem.first_position[i] + start, here, theta[here], views))
+        return found
+
+    def _beside(self, tensors: Sequence[Tensor | None]) -> Iterator[tuple[Piece, Tensor]]:
+        """Each piece and that of other tensors, where there are any and they lie as the weights do."""
+        flat = [None if x is None else self.problem.targets[i].flatten(x.detach()) for i, x in enumerate(tensors)]
+        for piece in self._pieces:
+            other = flat[piece.i]
+            if other is not None:
+                yield piece, other[piece.here]
+
+    def _scores(self, piece: Piece) -> Tensor:
+        """u of a piece, in room 0."""
+        u, factor = torch.abs(piece.theta, out=piece.room[0]), self.problem.factors[piece.i]
+        return u if factor == 1.0 else u.mul_(factor)
+
+    # ------------------------------------------------------------------ masks
+
+    def solve(self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None) -> None:
+        """The threshold of the largest weights, and with a β the soft mask."""
+        self._mine = ranks is None and self.power == 1.0
+        if not self._mine:
+            super().solve(k, beta, ranks)
+            return
+        budgets = [check_budget(x, s.total) for x, s in zip(numbers(k), self.problem.segments, strict=True)]
+        roots = {} if beta is None else self._warm_roots(budgets, beta)
+        found = self._first_pass(budgets, roots)
+        number = {id(root): s for s, root in roots.items()}
+        search(list(roots.values()), lambda some: self._moments({number[id(root)]: root for root in some}))
+        duals = {s: root.dual for s, root in roots.items() if root.dual is not None}
+        self._from_nothing(dict(enumerate(budgets)), beta, found, duals)
+        for s, known in enumerate(self._known):
+            new, old = found[s], known.threshold
+            if old is not None and new.value:  # look where it moves to; the answer does not depend on this
+                moved = abs(new.value - old.value) / abs(new.value)
+                known.window = min(max(4 * moved, 0.5 * known.window, 1e-4), 0.1) if math.isfinite(moved) else WINDOW
+            known.threshold, known.dual = new, duals.get(s)
+        self.a = Selection.of([known.threshold for known in self._known if known.threshold], self.device)
+        self.dual = None if beta is None else Duals.of([duals[s] for s in range(len(budgets))], self.device)
+
+    def _warm_roots(self, k: Sequence[float], beta: Sequence[float]) -> dict[int, Root]:
+        """Searches that begin at the last τ under the new β, where there is one."""
+        roots = {}
+        for s, (known, segment) in enumerate(zip(self._known, self.problem.segments, strict=True)):
+            last = known.dual
+            if last is not None and last.beta > 0 and beta[s] > 0 and math.isfinite(last.offset):
+                tau = last.center - last.offset / last.beta
+                roots[s] = Root(k[s], segment.total, beta[s], tau, None, self.dtype, plain=True, most=PASSES)
+        return roots
+
+    def _from_nothing(
+        self,
+        k: Mapping[int, float],
+        beta: Sequence[float] | None,
+        found: dict[int, Threshold],
+        duals: dict[int, Dual],
+    ) -> None:
+        """Fill in what a start from the last masks did not find."""
+        missing = {s: x for s, x in k.items() if s not in found or (beta is not None and s not in duals)}
+        if not missing:
+            return
+        ranks = self.scores()
+        if beta is None:
+            found |= {s: edge.threshold for s, (edge, _) in self.pools.boundaries(ranks, missing, ends=False).items()}
+            return
+        for s, (threshold, dual) in self.pools.solve_some(ranks, missing, beta).items():
+            found.setdefault(s, threshold)
+            duals.setdefault(s, dual)
+
+    def _first_pass(self, k: Sequence[float], roots: Mapping[int, Root]) -> dict[int, Threshold]:
+        """The thresholds that are near the last ones; on the way, F and D for the roots."""
+        sums = {s: [0.0, 0.0] for s, root in roots.items() if not root.done}
+        windows: dict[int, tuple[float, float]] = {}
+        for s, (known, segment) in enumerate(zip(self._known, self.problem.segments, strict=True)):
+            value = -math.inf if known.threshold is None else known.threshold.value
+            if math.isfinite(value) and k[s] < segment.total:
+                windows[s] = value - known.window * abs(value), value + known.window * abs(value)
+        above = dict.fromkeys(windows, 0.0)
+        around: dict[int, list[tuple[Piece, list[Tensor]]]] = {s: [] for s in windows}
+        for piece in self._pieces if sums or windows else ():
+            s, cost = self.problem.segment_of[piece.i], self.problem.unit_costs[piece.i]
+            if s not in windows and s not in sums:
+                continue
+            u = self._scores(piece)
+            if s in windows:
+                larger, some = _near(u, *windows[s], piece.room)
+                above[s] += larger * cost
+                around[s].append((piece, some))
+            if s in sums:
+                one, two = _sums(_mask(u, roots[s].center, roots[s].offset, roots[s].beta, piece.room[1]))
+                sums[s][0] += cost * one
+                sums[s][1] += cost * (one - two)
+        for s, (f, d) in sums.items():
+            roots[s].hear(f, d)
+        inside = {s: self._inside(around[s], *windows[s], k[s], above[s]) for s in windows}
+        return {s: threshold for s, threshold in inside.items() if threshold is not None}
+
+    def _inside(
+        self, around: list[tuple[Piece, list[Tensor]]], least: float, most: float, k: float, above: float
+    ) -> Threshold | None:
+        """The threshold within a window, when what lies above it is kept; None if it is not there."""
+        few = torch.cat([x for _, some in around for x in some])
+        owner = torch.repeat_interleave(torch.tensor([sum(map(len, some)) for _, some in around]))
+        there = few.ge(least).logical_and_(few.le(most))
+        few, owner = few[there], owner[there]
+        counts = torch.bincount(owner, minlength=len(around)).tolist()
+        pieces, costs = [piece for piece, _ in around], self.problem.unit_costs
+        parts = [Part(u, costs[piece.i]) for u, piece in zip(few.split(counts), pieces, strict=True)]
+        room = k - above
+        if room < 0 or room >= total_cost(parts):
+            return None
+        found = boundary(parts, room).threshold
+        if not math.isfinite(found.value):
+            return None
+        cut = found.cut  # where they are listed here, the first of those equal to it that is not kept
+        if 0 < cut < len(few):
+            piece = pieces[int(owner[cut])]
+            kept = int((few[:cut] == found.value).logical_and_(owner[:cut] == owner[cut]).sum())  # of that piece
+            cut = piece.position + int((self._scores(piece) == found.value).nonzero()[kept])
+        elif cut:
+            cut = pieces[-1].position + len(pieces[-1].theta)
+        return Threshold(found.value, cut, found.cost + above)
+
+    def _moments(self, roots: Mapping[int, Root]) -> list[tuple[float, float]]:
+        """F and D of some segments, at the present duals of their roots."""
+        sums = {s: [0.0, 0.0] for s in roots}
+        for piece in self._pieces:
+            s, cost = self.problem.segment_of[piece.i], self.problem.unit_costs[piece.i]
+            if s in roots:
+                mask = _mask(self._scores(piece), roots[s].center, roots[s].offset, roots[s].beta, piece.room[1])
+                one, two = _sums(mask)
+                sums[s][0] += cost * one
+                sums[s][1] += cost * (one - two)
+        return [(f, d) for f, d in sums.values()]
+
+    def sinkhorn(self, k: Budgets, beta: Sequence[float], init: Any) -> None:
+        """By plain torch."""
+        self._mine = False
+        super().sinkhorn(k, beta, init)
+
+    def go_on_from(self, solution: Mapping[str, Any]) -> None:
+        """Take over masks that were saved, and start from them."""
+        super().go_on_from(solution)
+        duals = None if self.dual is None else self.dual.each()
+        # A rescaled mask is a Sinkhorn iteration's.
+        self._mine = self.a is not None and (duals is None or all(dual.scale == 1.0 for dual in duals))
+        self._known = [Known() for _ in self.problem.segments]
+        if self._mine:
+            for s, (known, x) in enumerate(zip(self._known, self.a.saved(), strict=True)):
+                known.threshold = Threshold(x["value"], int(x["cut"]), x["cost"])
+                known.dual = None if duals is None else duals[s]
+
+    def redivided(self) -> None:
+        """The problem has other segments now."""
+        super().redivided()
+        self._pieces = self._cut_up()
+        self._known = [Known() for _ in self.problem.segments]
+
+    # ------------------------------------------------------------------ weights and gradients
+
+    def _bounds(self, piece: Piece) -> list[tuple[slice, float]]:
+        """Which u are kept, by place in a piece: those above so much. Of those equal to the threshold the first are."""
+        threshold = self._known[self.problem.segment_of[piece.i]].threshold
+        assert threshold is not None
+        value, size = threshold.value, len(piece.theta)
+        ties = min(max(threshold.cut - piece.position, 0), size)
+        if not ties:
+            return [(slice(0, size), value)]
+        zero = piece.theta.new_zeros(())
+        below = -math.inf if value <= 0 else float(torch.nextafter(zero + value, zero))
+        return [(slice(0, ties), below), (slice(ties, size), value)]
+
+    def _only_kept(self, piece: Piece, u: Tensor, x: Tensor, out: Tensor) -> None:
+        """x where a weight is kept, exactly +0.0 elsewhere."""
+        for place, bound in self._bounds(piece):
+            _where_above(x[place], u[place], bound, grad_input=out[place])
+
+    def _soft(self, piece: Piece, u: Tensor, out: Tensor) -> Tensor:
+        """The soft mask of a piece."""
+        dual = self._known[self.problem.segment_of[piece.i]].dual
+        assert dual is not None
+        return _mask(u, dual.center, dual.offset, dual.beta, out)
+
+    def serves(self, form: Form) -> bool:
+        """Whether chunks can write what the form says."""
+        return self._mine and form.own is None and form.stored is None and form.project and isinstance(form.mask, Mask)
+
+    def write(self, form: Form | None) -> None:
+        """w = [kept] ⊙ θ, or [kept] ⊙ m ⊙ θ, into the parameters; exactly +0.0 where not kept."""
+        assert form is not None
+        if not self.serves(form):
+            super().write(form)
+            return
+        soft = form.mask is Mask.SOFT
+        for piece, parameter in self._beside([t.local for t in self.problem.targets]):
+            if self.problem.factors[piece.i] != 1.0:
+                u = self._scores(piece)
+                x = self._soft(piece, u, piece.room[1]).mul_(piece.theta) if soft else piece.theta
+                self._only_kept(piece, u, x, out=parameter)
+                continue
+            for place, bound in self._bounds(piece):  # u is |θ| itself: half the time of the above
+                torch.hardshrink(piece.theta[place], bound, out=parameter[place])
+            if soft:
+                parameter.mul_(self._soft(piece, self._scores(piece), piece.room[0]))
+
+    def turn(self, form: Form | None, grads: Grads) -> list[Tensor | None]:
+        """Gradients through the soft mask, or zero where not kept, in place."""
+        assert form is not None
+        in_place = all(
+            g is None or g.stride() == t.local.stride() for g, t in zip(grads, self.problem.targets, strict=True)
+        )
+        if not (self._mine and in_place and form.own is None and form.stored is None):
+            return super().turn(form, grads)
+        if form.couples:
+            grads = self.with_missing(form, grads)
+            self._pull(grads)
+        elif form.back == KEPT:
+            for piece, g in self._beside(grads):
+                self._only_kept(piece, self._scores(piece), g, out=g)
+        else:
+            return super().turn(form, grads)
+        return list(grads)
+
+    def _pull(self, grads: Grads) -> None:
+        """m·g + sign(θ)·(∂u/∂|θ|)·βm(1−m)·(g·θ − c·a₁/a₂), in place."""
+        problem = self.problem
+        a1, a2 = [0.0] * len(problem.targets), [0.0] * len(problem.segments)
+        for piece, g in self._beside(grads):
+            m = self._soft(piece, self._scores(piece), piece.room[0])
+            slope = float(torch.dot(m, torch.sub(1.0, m, out=piece.room[1])))
+            a2[problem.segment_of[piece.i]] += problem.unit_costs[piece.i] * slope
+            a1[piece.i] += float(torch.dot(g, _times_slope(piece.theta, m, grad_input=piece.room[2])))
+        ratios = []
+        for s, segment in enumerate(problem.segments):
+            # A target with a NaN or infinite gradient is left out, as in `Pools.pulled_back`.
+            finite = math.fsum(a1[i] for i in segment.targets if math.isfinite(a1[i]))
+            ratios.append(finite / a2[s] if a2[s] else 0.0)
+        for piece, g in self._beside(grads):
+            m = self._soft(piece, self._scores(piece), piece.room[0])
+            # q = sign(θ)·m(1−m) makes it g·(m + βqu'θ) − βqu'c·a₁/a₂, with u' = ∂u/∂|θ|.
+            q = torch.sign(piece.theta, out=piece.room[1])
+            q = _times_slope(q, m, grad_input=q)
+            s = problem.segment_of[piece.i]
+            slope = self.dual.beta[s] * problem.factors[piece.i]
+            g.mul_(m.addcmul_(q, piece.theta, value=slope))
+            g.sub_(q, alpha=slope * problem.unit_costs[piece.i] * ratios[s])
+
+
+def _mask(u: Tensor, center: float, offset: float, beta: float, out: Tensor) -> Tensor:
+    """m of a piece."""
+    z = u if center == 0 else torch.sub(u, center, out=out)
+    # One operation for βz + offset.
+    return torch.add(u.new_tensor(offset), z, alpha=beta, out=out).sigmoid_()
+
+
+def _sums(m: Tensor) -> tuple[float, float]:
+    """Σ m and Σ m²."""
+    return float(m.sum()), float(torch.dot(m, m))
+
+
+def _near(u: Tensor, least: float, most: float, room: Sequence[Tensor]) -> tuple[int, list[Tensor]]:
+    """How many of a piece lie above a window, and a few that hold all that lie in it; takes rooms 1 and 2."""
+    # Ones and zeros in the data's own type; counts up to 2²⁴ are exact.
+    over = torch.gt(u, most, out=room[1])
+    larger, whole = int(over.sum()), u.numel() - u.numel() % ROW
+    inside = torch.ge(u, least, out=room[2]).sub_(over)
+    rows = inside[:whole].view(-1, ROW).amax(1).nonzero().view(-1)
+    some = [u[:whole].view(-1, ROW).index_select(0, rows).view(-1)]
+    return larger, some if whole == u.numel() else [*some, u[whole:].clone()]

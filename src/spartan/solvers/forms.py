@@ -1,0 +1,111 @@
+"""The declarations by which a method says what becomes of θ and of gradients, so that any solver can do it.
+
+A is what is kept, B a larger set that some methods also train; both come from a selection or are stored.
+
+    rank     what units compete by: |ψ(θ)|, or values that are learned
+    mask     w = mask · θ, projected on A or not
+    back     gradients for w into gradients for θ: factors on A, on B∖A and on the rest, or through the mask
+    decay    a multiple of θ, by the same three sets, added to the gradient once per step, unscaled
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+# One number for all segments, or one each.
+PerSegment = float | tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Where:
+    """Factors on A, on B∖A and on the rest."""
+
+    a: PerSegment
+    b: PerSegment
+    c: PerSegment
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether all three are 1."""
+        return self.a == self.b == self.c == 1.0
+
+
+KEPT = Where(1.0, 0.0, 0.0)  # g where kept, else 0
+STRAIGHT = Where(1.0, 1.0, 1.0)  # g, straight through the mask
+
+
+class Mask(Enum):
+    """Masks without settings."""
+
+    ONE = "1 where kept"
+    SOFT = "the soft top-k mask"
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """(1 − (τ/u)ᵖ)^(1/p) where kept: shrunk by the largest value τ that is not kept.
+
+    With `row_scale` the mask is multiplied by 1.01/(r + 0.01), r being the share of its output channel's magnitude that
+    is kept.
+    """
+
+    p: float = 1.0
+    row_scale: bool = False
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A mask that the method keeps per unit under this name: bools, or numbers that are not projected."""
+
+    name: str
+
+
+class VJP(Enum):
+    """Gradients through the mask, with the slope going to whatever ranks."""
+
+    THROUGH = "m·g, and the slope of m"
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a method declares for a moment.
+
+    Args:
+        mask: see above.
+        back: see above.
+        decay: see above; None for none.
+        learned: the name of the learned values that rank, one per unit; None for magnitudes. They get the slope of the
+            mask, or Σ g·θ of their unit where that is stored.
+        project: whether w is zero outside A; False leaves the model soft-masked.
+        kept: the name of A where it is stored although the mask is not; `more`: that of B.
+        own: an autograd expression, from one tensor per target to as many, where the above does not fit. It may use
+            learned parameters. Then `mask` and `back` say nothing.
+    """
+
+    mask: Mask | Shrunk | Stored = Mask.ONE
+    back: Where | VJP = KEPT
+    decay: Where | None = None
+    learned: str | None = None
+    project: bool = True
+    kept: str | None = None
+    more: str | None = None
+    own: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
+
+    @property
+    def stored(self) -> str | None:
+        """The name of A, where it is stored."""
+        return self.mask.name if isinstance(self.mask, Stored) else self.kept
+
+    @property
+    def everything(self) -> bool:
+        """Whether w = θ."""
+        return self.mask is Mask.ONE and not self.project
+
+    @property
+    def couples(self) -> bool:
+        """Whether a weight that the loss does not reach still feels the others, through the budget they share."""
+        return self.own is None and self.back is VJP.THROUGH and self.mask is Mask.SOFT and self.learned is None

@@ -1,0 +1,139 @@
+"""Turns gradients for w into gradients for θ, as methods declare it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from spartan.solvers.base import Grads
+from spartan.solvers.forms import KEPT, Form, Mask, PerSegment, Where
+from spartan.solvers.masks import Masks
+from spartan.solvers.units import masked, times
+
+
+class Gradients(Masks):
+    """The gradients of a part of the problem. A missing one counts as zero."""
+
+    def turn(self, form: Form | None, grads: Grads) -> list[Tensor | None]:
+        """Gradients for w into gradients for θ."""
+        assert form is not None
+        grads = self.with_missing(form, grads)
+        if all(g is None for g in grads):
+            return list(grads)
+        self.teach(form, grads)
+        if form.own is not None:
+            found = self._autograd(form.own, grads)
+        elif isinstance(form.back, Where):
+            found = self._where(form, form.back, grads)
+        else:
+            found = self._through_mask(form, grads)
+        if self.power != 1.0:
+            slopes = self.per_target(self.slopes())
+            found = [None if g is None else g * slope for g, slope in zip(found, slopes, strict=True)]
+        return found
+
+    def with_missing(self, form: Form, grads: Grads) -> list[Tensor | None]:
+        """Zeros where the loss did not reach a weight that still feels the others, through the budget they share."""
+        found = list(grads)
+        if not form.couples or self.problem.pattern.rows is not None:
+            return found
+        for i, target in enumerate(self.problem.targets):
+            others = self.problem.members(self.problem.segment_of[i])
+            if grads[i] is None and target.parameter.grad is None and any(grads[j] is not None for j in others):
+                found[i] = torch.zeros_like(target.local)
+        return found
+
+    def teach(self, form: Form, grads: Grads) -> None:
+        """The gradient of learned ranks, into their `.grad`: Σ g·θ of their unit, or the slope of the soft mask."""
+        if form.learned is None or form.mask is Mask.ONE:  # a hard mask has no slope
+            return
+        pull = self.products(grads)
+        if form.mask is Mask.SOFT:
+            pull = self._slope(self.pools.soft(self.ranks(form), self.dual), pull)
+        _add_grad(self.state.learned[form.learned], pull)
+
+    def _slope(self, mask: Tensor, pull: Tensor) -> Tensor:
+        """∂L/∂u = βm(1−m)(G − c·a₁/a₂) of every unit, from G = ∂L/∂m."""
+        slope = mask - mask * mask
+        return (pull - self.pools.pulled_back(pull, slope)).mul_(slope).mul_(self._per_unit(self.dual.beta))
+
+    def _per_unit(self, numbers: PerSegment) -> float | Tensor:
+        """A number per segment at each of its units; itself where there is one for all."""
+        if isinstance(numbers, float) or len(set(numbers)) == 1:
+            return numbers if isinstance(numbers, float) else numbers[0]
+        return self.at_units(torch.tensor(numbers, dtype=self.dtype, device=self.device))
+
+    def _through_mask(self, form: Form, grads: Grads) -> list[Tensor | None]:
+        """m·g + sign(θ)·(∂u/∂|θ|)·βm(1−m)·(G − c·a₁/a₂), with G = Σ g·θ over each unit (Algorithm 5).
+
+        Masks that are learned or stored have no slope in θ.
+        """
+        mask = self.mask(form, torch.empty(0))
+        assert mask is not None
+        given, values = self.slabs(grads), self.values()
+        slabs = list(zip(given, self.spread(mask), strict=True))
+        if not form.couples:
+            return self._as_given([None if g is None else g * m.to(g.dtype) for g, m in slabs], grads)
+        slopes = self.spread(times(self.problem, self._slope(mask, self.products(grads)), self.problem.factors))
+        found = [slope * value.sign().to(slope.dtype) for slope, value in zip(slopes, values, strict=True)]
+        for turned, (g, m) in zip(found, slabs, strict=True):
+            if g is not None:
+                turned.addcmul_(m, g.to(m.dtype))
+        return self._as_given([x.to(value.dtype) for x, value in zip(found, values, strict=True)], grads)
+
+    def _where(self, form: Form, factors: Where, grads: Grads) -> list[Tensor | None]:
+        """g times a factor on A, on B∖A and on the rest."""
+        if factors.everywhere:
+            return list(grads)
+        if factors == KEPT:
+            pairs = zip(self.slabs(grads), self.spread(self.kept(form)), strict=True)
+            return self._as_given([None if g is None else masked(g, keep) for g, keep in pairs], grads)
+        pairs = zip(self.slabs(grads), self.spread(self._factors(form, factors)), strict=True)
+        return self._as_given([None if g is None else g * x.to(g.dtype) for g, x in pairs], grads)
+
+    def _factors(self, form: Form, factors: Where) -> Tensor:
+        """Of every unit."""
+        a, b, c = (
+            torch.as_tensor(self._per_unit(x), dtype=self.dtype, device=self.device) for x in vars(factors).values()
+        )
+        trained = None if factors.b == factors.c else self.trained(form)
+        return torch.where(self.kept(form), a, b if trained is None else torch.where(trained, b, c))
+
+    def _as_given(self, slabs: Sequence[Tensor | None], grads: Grads) -> list[Tensor | None]:
+        """Gradients by target; none where none was given."""
+        found = self.per_target([torch.empty(0) if x is None else x for x in slabs])
+        return [None if g is None else x for g, x in zip(grads, found, strict=True)]
+
+    def _autograd(self, own: Callable[[Sequence[Tensor]], list[Tensor]], grads: Grads) -> list[Tensor | None]:
+        """Through a method's own expression, to θ and to all that it learns."""
+        state, ranks = self.state, self.problem.ranks
+        leaves = [x.detach().requires_grad_() for x in self.per_target(self.values())]
+        with torch.enable_grad():
+            weights = own(leaves)
+        outputs = [(w, g) for w, g in zip(weights, grads, strict=True) if g is not None and w.requires_grad]
+        if not outputs:
+            return [None] * len(leaves)
+        inputs = [*leaves, *state.parameters()]
+        found = torch.autograd.grad([w for w, _ in outputs], inputs, [g for _, g in outputs], allow_unused=True)
+        learned = found[len(leaves) :]
+        for parameter, grad in zip(state.parameters(), learned, strict=True):
+            if grad is not None:
+                whole = any(parameter is p for p in state.learned_per_target.values())
+                _add_grad(parameter, ranks.sum(ranks.counted(grad)) if whole else grad)
+        return list(found[: len(leaves)])
+
+    def decay(self, form: Form) -> list[Tensor]:
+        """What the form adds to the gradients for θ whatever the loss: a multiple of θ, or of ψ times its slope."""
+        assert form.decay is not None
+        factors = self.spread(self._factors(form, form.decay))
+        found = [x.to(value.dtype) * value for x, value in zip(factors, self.values(), strict=True)]
+        if self.power != 1.0:
+            found = [x * slope for x, slope in zip(found, self.slopes(), strict=True)]
+        return self.per_target(found)
+
+
+def _add_grad(parameter: Tensor, grad: Tensor) -> None:
+    grad = grad.to(parameter.dtype)
+    parameter.grad = grad if parameter.grad is None else parameter.grad + grad

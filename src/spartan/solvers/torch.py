@@ -1,0 +1,111 @@
+"""Answers any problem in torch operations, on any device: the reference for the other solvers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spartan.problem.problem import Problem
+from spartan.solvers.base import Flags, Solver
+from spartan.solvers.forms import Form
+from spartan.solvers.gradients import Gradients
+from spartan.solvers.theta import copy_all
+from spartan.solvers.units import MethodState, masked
+
+
+class TorchSolver(Gradients, Solver):
+    """Plain torch: one tensor per target at a time, or all of them as one."""
+
+    name = "torch"
+
+    def __init__(self, problem: Problem, flags: Flags, alias: bool = False) -> None:
+        Gradients.__init__(self, problem, alias)
+        Solver.__init__(self, problem, flags)
+
+    @classmethod
+    def why_not(cls, problem: Problem, kernels: str) -> str:
+        """It always can."""
+        return ""
+
+    # ------------------------------------------------------------------ weights
+
+    def put(self, which: Sequence[int]) -> None:
+        """θ into the parameters of these targets."""
+        self.theta.put(which)
+
+    def take(self, which: Sequence[int]) -> None:
+        """θ from the parameters of these targets."""
+        self.theta.take(which)
+
+    def weights(self, form: Form | None) -> list[Tensor]:
+        """w = mask · θ of every target, zero outside A."""
+        assert form is not None
+        values = self.values()
+        if form.own is not None:
+            return form.own(self.per_target(values))
+        kept = self.kept(form) if form.project else None
+        mask = self.mask(form, kept) if kept is not None else self.mask(form, torch.empty(0))
+        found = values
+        if mask is not None:
+            found = [x * m.to(x.dtype) for x, m in zip(found, self.spread(mask), strict=True)]
+        if kept is not None:
+            found = [masked(x, keep) for x, keep in zip(found, self.spread(kept), strict=True)]
+        return self.per_target(found)
+
+    def write(self, form: Form | None) -> None:
+        """w into the parameters."""
+        copy_all([t.local for t in self.problem.targets], self.weights(form))
+
+    def rewrite(self, function: Callable[[int, Tensor], Tensor]) -> None:
+        """θ ← f(number, θ), target by target: the only way in which a method writes θ."""
+        for i, theta in enumerate(self.theta.views):
+            theta.copy_(function(i, theta))
+
+    def restart(self, where: Tensor, growing: bool = False) -> None:
+        """θ ← 0 at these units; with `growing` only at the entries that the pattern starts from zero.
+
+        A unit that is not kept still moves by momentum and weight decay, unseen by the model, and w would start from where
+        it had drifted.
+        """
+        entries, pattern = self.per_target(self.spread(where)), self.problem.pattern
+        for i, theta in enumerate(self.theta.views):
+            some = pattern.growing(theta.shape, theta.device) if growing else None
+            theta.masked_fill_(entries[i] if some is None else entries[i] & some, 0.0)
+
+    # ------------------------------------------------------------------ going back, and saving
+
+    def snapshot(self) -> Any:
+        """θ, the masks and what the method knows."""
+        views = [theta.clone() for theta in self.theta.views]
+        return views, (self.a, self.b, self.dual), copy_of(self.state)
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back."""
+        views, (self.a, self.b, self.dual), state = snapshot
+        copy_all(self.theta.views, views)
+        self.state = copy_of(state)
+
+    def solution(self) -> dict[str, Any]:
+        """What is known of the masks, in plain numbers for every segment."""
+        found = {"a": self.a, "b": self.b, "dual": self.dual}
+        return {name: None if x is None else x.saved() for name, x in found.items()}
+
+    def go_on_from(self, solution: Mapping[str, Any]) -> None:
+        """Take over masks that `solution` gave."""
+        self.a, self.dual = self.pools.restored(solution["a"], solution["dual"])
+        self.b, _ = self.pools.restored(solution["b"], None)
+
+    def redivided(self) -> None:
+        """The problem has other segments now."""
+        self.pools = self.make_pools()
+        self.k = [math.nan] * len(self.problem.segments)
+        self.a = self.b = self.dual = None
+
+
+def copy_of(state: MethodState) -> MethodState:
+    """The same with dicts of its own."""
+    return MethodState(*(dict(x) for x in vars(state).values()))

@@ -1,0 +1,1 @@
+"""Triton kernels over all targets at once, and the solvers that launch them."""

@@ -1,0 +1,133 @@
+"""Answers problems of blocks, rows and columns of a weight by Triton kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spartan.problem.problem import Problem
+from spartan.solvers.base import Grads
+from spartan.solvers.triton import gradient, units
+from spartan.solvers.triton.single import TritonSolver
+from spartan.solvers.triton.tables import Pieces
+from spartan.solvers.triton.topk import TopK
+
+TILE = 2048  # entries that a program holds at once
+
+
+class Grid(NamedTuple):
+    """How a matrix divides into units: how many down, the rows of each, how many across, the columns of each.
+
+    `step` is the way in memory from one row to the next. `columns` is where in a row each column lies, None in order.
+    """
+
+    down: int
+    h: int
+    across: int
+    w: int
+    step: int
+    columns: Tensor | None
+
+
+class BlockSolver(TritonSolver):
+    """Launches the kernels of units that are rectangles of a weight seen as a matrix."""
+
+    @classmethod
+    def why_not(cls, problem: Problem, kernels: str) -> str:
+        """Rectangles, in weights whose places fit 32 bits."""
+        if problem.pattern.rows is not None or any(problem.pattern.sides(t.shape) is None for t in problem.targets):
+            return f"no kernels for {problem.pattern!r}"
+        return "a weight of 2³¹ entries or more" if any(t.numel >= 1 << 31 for t in problem.targets) else ""
+
+    def prepare(self) -> None:
+        """Tables of the units, by segment."""
+        problem, device = self.problem, self.device
+        sides = [problem.pattern.sides(t.shape) or (1, 1) for t in problem.targets]
+        grids = [grid_of(t.parameter, *side) for t, side in zip(problem.targets, sides, strict=True)]
+        widest = max(g.w for g in grids)
+        self._tile: dict[str, Any] = {"W": min(TILE, 1 << (widest - 1).bit_length())}
+        self._tile["U"] = TILE // self._tile["W"]
+        self._tile["INLINE"] = all(g.columns is None for g in grids)
+        owners: dict[str, Any] = {"owners": problem.segment_of, "segments": len(problem.segments)}
+        numbers = [g.down * g.across for g in grids]
+        self.ranked = Pieces(numbers, problem.unit_costs, problem.factors, device, smallest=self._tile["U"], **owners)
+        columns, rows = [torch.empty(0, dtype=torch.int32)], []
+        for g in grids:
+            rows.append((g.h, g.across, g.w, g.step, sum(c.numel() for c in columns)))
+            if not self._tile["INLINE"]:
+                columns.append(torch.arange(g.across * g.w, dtype=torch.int32) if g.columns is None else g.columns)
+        bases = torch.tensor([here.start for here in problem.slices], dtype=torch.int64).to(device)
+        self._grids = bases, torch.tensor(rows, dtype=torch.int32).to(device), torch.cat(columns).to(device)
+        # u and G = Σ g·θ of every unit; what the gradients sum of each piece.
+        self._u, self._pulls = (torch.zeros(sum(numbers), dtype=torch.float32, device=device) for _ in range(2))
+        self._sums = torch.zeros(self.ranked.count, 4, dtype=torch.float64, device=device)
+        self.topk = TopK(numbers, problem.unit_costs, None, device, **owners)
+        self._ranks_topk = None
+
+    def _over_units(self, kernel: Any, *arguments: Any, **kinds: Any) -> None:
+        kernel[(self.ranked.count,)](*arguments, num_warps=8, **self._tile, **kinds)
+
+    def competing(self) -> list[Tensor]:
+        """u of every unit, summed from θ anew."""
+        x, p = self.kernels, self.ranked
+        tables = x.to_thetas.of(self.theta.views), p.table, *self._grids, p.factors, self._u
+        x.replay("sum units", lambda: self._over_units(units.sum_units, *tables, DTYPE=x.dtype))
+        return self._by_target(self._u)
+
+    def scores(self) -> Tensor:
+        """u of every unit, summed in the kernels' order: one at the threshold must not come out above it."""
+        if self.power != 1.0:
+            return super().scores()
+        self.competing()
+        return self._u.clone()
+
+    def project(self, soft: bool) -> None:
+        """w = [kept] ⊙ θ, or [kept] ⊙ m ⊙ θ, into the parameters."""
+        x, p, states = self.kernels, self.ranked, self.topk.states
+        where = x.to_parameters.of(x.parameters), x.to_thetas.of(self.theta.views), p.table, p.segments, *self._grids
+        rest, kinds = (self._u, states.floats, states.ints), {"SOFT": soft, "DTYPE": x.dtype}
+        x.write(("project", soft), lambda: self._over_units(units.project, *where, *rest, **kinds))
+
+    def through_mask(self, grads: Grads) -> None:
+        """Through the soft mask, in place."""
+        x, p, floats, out = self.kernels, self.ranked, self.topk.states.floats, self.flags.residuals
+        kinds = x.kinds(grads)
+        where = x.to_grads.of(grads), x.to_thetas.of(self.theta.views), p.table, p.segments, *self._grids
+
+        def launch_all() -> None:
+            self._over_units(units.pull, *where, self._u, self._pulls, floats, self._sums, **kinds)
+            gradient.ratios[(len(p.limits),)](
+                where[0], p.limits, self._sums, p.costs, floats, out, ROWS=512, num_warps=8
+            )
+            rest = p.factors, p.costs, self._u, self._pulls, floats, out
+            self._over_units(units.through_mask, *where, *rest, **kinds)
+
+        x.replay(("through_mask", kinds["GRAD"]), launch_all)
+
+    def where_kept(self, grads: Grads) -> None:
+        """Zero where not kept, in place."""
+        x, p, states = self.kernels, self.ranked, self.topk.states
+        kind, state = x.kinds(grads)["GRAD"], (self._u, states.floats, states.ints)
+        tables = x.to_grads.of(grads), p.table, p.segments, *self._grids, *state
+        x.replay(("where_kept", kind), lambda: self._over_units(units.where_kept, *tables, GRAD=kind))
+
+
+def grid_of(weight: Tensor, h: int, w: int) -> Grid:
+    """The grid of a weight, seen as a matrix, with units of h × w.
+
+    Example:
+        >>> grid_of(torch.empty(8, 4, 2, 2), 4, 8)
+        Grid(down=2, h=4, across=2, w=8, step=16, columns=None)
+    """
+    wide = math.prod(weight.shape[1:])
+    columns = torch.zeros((), dtype=torch.int64)
+    for n, stride in zip(weight.shape[1:], weight.stride()[1:], strict=True):
+        columns = columns[..., None] + stride * torch.arange(n)
+    # Of rows that are units the order does not matter, only that each lies in one piece.
+    whole = w == wide and weight.stride(0) == wide
+    inline = whole or bool((columns.reshape(-1) == torch.arange(wide)).all())
+    where = None if inline else columns.reshape(-1).int()
+    return Grid(weight.shape[0] // h, h, wide // w, w, weight.stride(0), where)

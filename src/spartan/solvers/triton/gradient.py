@@ -1,0 +1,193 @@
+"""Gradients for w into gradients for θ, in place, all targets in one launch.
+
+An address of 0 stands for a gradient that is not there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from spartan.solvers.triton.state import (
+    BETA,
+    CUT,
+    FLOATS,
+    INTS,
+    SOFT_K,
+    VALUE,
+    even_row_of,
+    place_of,
+    row_of,
+    segment_of,
+)
+from spartan.solvers.triton.weights import line_of, mask_of
+
+# What `pull` leaves for `through_mask`.
+RATIO = tl.constexpr(0)  # a₁/a₂
+RESIDUAL = tl.constexpr(1)  # |Σ c m − k| / k: a late look at how well the mask was solved
+
+
+@triton.jit
+def pull(
+    grads, thetas, table, segments, factors, all_floats, sums,
+    GRAD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of each piece: Σ g·θ·m(1−m), Σ m(1−m) and Σ m."""
+    piece = tl.program_id(0)
+    which, start, length, _ = even_row_of(table, piece, ALIGNED)
+    factor = tl.load(factors + piece)
+    theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
+    grad = tl.load(grads + which)
+    grad_at = place_of(grad, start, GRAD, ALIGNED)
+    there = grad != 0
+    floats = all_floats + segment_of(segments, piece) * FLOATS
+    slope, center, shift = line_of(floats)
+    a1 = tl.zeros((BLOCK,), tl.float32)
+    a2 = tl.zeros((BLOCK,), tl.float32)
+    f = tl.zeros((BLOCK,), tl.float32)
+    for i in range(0, length, BLOCK):
+        here = i + tl.arange(0, BLOCK)
+        inside = here < length
+        theta = tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)
+        g = tl.zeros((BLOCK,), tl.float32)
+        if there:
+            g = tl.load(grad_at + here, mask=inside, other=0.0).to(tl.float32)
+        m = mask_of(tl.abs(theta) * factor, slope, center, shift)
+        steep = tl.where(inside, m - m * m, 0.0)
+        a1 += g * theta * steep
+        a2 += steep
+        f += tl.where(inside, m, 0.0)
+    one = tl.sum(a1)
+    # Its own gradient says that it is not finite; the others', which a loss scaler may have found good, stay so.
+    one = tl.where(tl.abs(one) < float("inf"), one, 0.0)
+    tl.store(sums + 4 * piece, one.to(tl.float64))
+    tl.store(sums + 4 * piece + 1, tl.sum(a2).to(tl.float64))
+    tl.store(sums + 4 * piece + 2, tl.sum(f).to(tl.float64))
+
+
+@triton.jit
+def ratios(grads, limits, sums, costs, floats, out, ROWS: tl.constexpr):
+    """a₁/a₂ = Σ g·θ·m(1−m) / Σ c·m(1−m) of every segment that has a gradient; 0 where the mask is flat."""
+    segment = tl.program_id(0)
+    first_tensor = tl.load(limits + 6 * segment + 4)
+    found = tl.full((), 0, tl.int64)
+    for i in range(0, tl.load(limits + 6 * segment + 5) - first_tensor):
+        found = found | tl.load(grads + first_tensor + i)
+    if found != 0:
+        first = tl.load(limits + 6 * segment)
+        last = tl.load(limits + 6 * segment + 1)
+        a1 = tl.zeros((ROWS,), tl.float64)
+        a2 = tl.zeros((ROWS,), tl.float64)
+        f = tl.zeros((ROWS,), tl.float64)
+        for i in range(0, last - first, ROWS):
+            row = first + i + tl.arange(0, ROWS)
+            there = row < last
+            cost = tl.load(costs + row, mask=there, other=0.0)
+            a1 += tl.load(sums + 4 * row, mask=there, other=0.0)
+            a2 += tl.load(sums + 4 * row + 1, mask=there, other=0.0) * cost
+            f += tl.load(sums + 4 * row + 2, mask=there, other=0.0) * cost
+        below = tl.sum(a2)
+        mine = out + 2 * segment
+        tl.store(mine + RATIO, tl.where(below != 0.0, tl.sum(a1) / tl.where(below != 0.0, below, 1.0), 0.0))
+        k = tl.load(floats + segment * FLOATS + SOFT_K)
+        # The budget is 0 where there is nothing to miss, and until the first solution after a checkpoint.
+        tl.store(mine + RESIDUAL, tl.where(k > 0.0, tl.abs(tl.sum(f) - k) / tl.where(k > 0.0, k, 1.0), 0.0))
+
+
+@triton.jit
+def through_mask(
+    grads, thetas, table, segments, factors, costs, all_floats, out,
+    GRAD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """∂L/∂θ = m·g + sign(θ)·(∂u/∂|θ|)·βm(1−m)·(g·θ − c·a₁/a₂)."""
+    piece = tl.program_id(0)
+    which, start, length, _ = even_row_of(table, piece, ALIGNED)
+    grad = tl.load(grads + which)
+    if grad != 0:
+        factor = tl.load(factors + piece)
+        segment = segment_of(segments, piece)
+        floats = all_floats + segment * FLOATS
+        back = (tl.load(out + 2 * segment + RATIO) * tl.load(costs + piece)).to(tl.float32)
+        scale = tl.load(floats + BETA).to(tl.float32) * factor
+        slope, center, shift = line_of(floats)
+        theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
+        grad_at = place_of(grad, start, GRAD, ALIGNED)
+        for i in range(0, length, BLOCK):
+            here = i + tl.arange(0, BLOCK)
+            inside = here < length
+            theta = tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)
+            g = tl.load(grad_at + here, mask=inside, other=0.0).to(tl.float32)
+            m = mask_of(tl.abs(theta) * factor, slope, center, shift)
+            sign = tl.where(theta > 0.0, 1.0, tl.where(theta < 0.0, -1.0, 0.0))
+            moved = sign * scale * (m - m * m) * (g * theta - back)
+            tl.store(grad_at + here, (m * g + moved).to(GRAD), mask=inside)
+
+
+@triton.jit
+def where_kept(
+    grads, thetas, table, segments, factors, floats, ints,
+    GRAD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """∂L/∂θ = [kept] ⊙ g."""
+    piece = tl.program_id(0)
+    which, start, length, position = even_row_of(table, piece, ALIGNED)
+    grad = tl.load(grads + which)
+    if grad != 0:
+        factor = tl.load(factors + piece)
+        theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
+        grad_at = place_of(grad, start, GRAD, ALIGNED)
+        segment = segment_of(segments, piece)
+        value = tl.load(floats + segment * FLOATS + VALUE).to(tl.float32)
+        cut = tl.load(ints + segment * INTS + CUT) - position
+        for i in range(0, length, BLOCK):
+            here = i + tl.arange(0, BLOCK)
+            inside = here < length
+            u = tl.abs(tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)) * factor
+            kept = (u > value) | ((u == value) & (here < cut))
+            g = tl.load(grad_at + here, mask=inside, other=0.0)
+            tl.store(grad_at + here, tl.where(kept, g, 0.0), mask=inside)
+
+
+@triton.jit
+def where_stored(grads, masks, table, GRAD: tl.constexpr, BLOCK: tl.constexpr):
+    """∂L/∂θ = [kept] ⊙ g, from masks of one byte an entry: zeros are written, the rest is left alone."""
+    piece = tl.program_id(0)
+    which, start, length, _ = row_of(table, piece)
+    grad = tl.load(grads + which)
+    if grad != 0:
+        mask_at = tl.load(masks + which).to(tl.pointer_type(tl.int8)) + start
+        grad_at = grad.to(tl.pointer_type(GRAD)) + start
+        for i in range(0, length, BLOCK):
+            here = i + tl.arange(0, BLOCK)
+            gone = tl.load(mask_at + here, mask=here < length, other=1) == 0
+            tl.store(grad_at + here, tl.zeros((BLOCK,), GRAD), mask=gone)
+
+
+@triton.jit
+def check(grads, table, bad, numbers, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """The first tensor whose gradient is not finite is named in `bad`, by its number."""
+    piece = tl.program_id(0)
+    which, start, length, _ = even_row_of(table, piece, ALIGNED)
+    grad = tl.load(grads + which)
+    if grad != 0:
+        grad_at = place_of(grad, start, GRAD, ALIGNED)
+        wrong = tl.zeros((BLOCK,), tl.int32)
+        for i in range(0, length, BLOCK):
+            here = i + tl.arange(0, BLOCK)
+            g = tl.load(grad_at + here, mask=here < length, other=0.0).to(tl.float32)
+            wrong += ((tl.abs(g) < float("inf")) == 0).to(tl.int32)
+        if tl.sum(wrong) > 0:
+            tl.atomic_min(bad, tl.load(numbers + which))
+
+
+@triton.jit
+def clear(grads, table, bad, FINE: tl.constexpr, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """No gradient at all, if one was not finite: the optimizer's state stays clean."""
+    if tl.load(bad) != FINE:
+        which, start, length, _ = even_row_of(table, tl.program_id(0), ALIGNED)
+        grad = tl.load(grads + which)
+        if grad != 0:
+            grad_at = place_of(grad, start, GRAD, ALIGNED)
+            for i in range(0, length, BLOCK):
+                here = i + tl.arange(0, BLOCK)
+                tl.store(grad_at + here, tl.zeros((BLOCK,), GRAD), mask=here < length)

@@ -1,0 +1,86 @@
+"""Launches kernels over parameters and their gradients, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from spartan.problem.problem import Problem
+from spartan.solvers.base import FINE, Flags, Grads
+from spartan.solvers.triton import gradient
+from spartan.solvers.triton.replay import Replay
+from spartan.solvers.triton.tables import Addresses, Pieces
+
+DTYPES: dict[torch.dtype, Any] = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+
+class Launcher:
+    """Launches kernels; None stands for a tensor that is left alone.
+
+    Args:
+        problem: the part, whose parameters they are.
+        flags: where a gradient or a weight that is not finite is named.
+    """
+
+    def __init__(self, problem: Problem, flags: Flags) -> None:
+        # The parameters themselves: someone may give them other memory.
+        self.parameters = [t.parameter for t in problem.targets]
+        self.problem, self.bad, device = problem, flags.bad, flags.bad.device
+        self.numbers = torch.tensor(problem.numbers, dtype=torch.int32).to(device)
+        sizes = [t.numel for t in problem.targets]
+        self.pieces = Pieces(sizes, [1.0] * len(sizes), [1.0] * len(sizes), device)
+        self.dtype = DTYPES[self.parameters[0].dtype]
+        self.to_parameters, self.to_grads, self.to_thetas = (Addresses(device) for _ in range(3))
+        self.replay = Replay(device)
+
+    def some(self, which: Sequence[int]) -> list[Tensor | None]:
+        """The parameters of these targets, None for the others."""
+        if len(which) == len(self.parameters):
+            return list(self.parameters)
+        chosen = set(which)
+        return [p if i in chosen else None for i, p in enumerate(self.parameters)]
+
+    def run(self, kernel: Any, *arguments: Any, pieces: Pieces | None = None, **kinds: Any) -> None:
+        """Launch a kernel, a program a piece."""
+        kernel[((pieces or self.pieces).count,)](*arguments, BLOCK=2048, num_warps=8, **kinds)
+
+    def write(self, key: Any, launch: Callable[[], None], parameters: Grads | None = None) -> None:
+        """Launch what writes to parameters, and tell torch that they have changed."""
+        self.replay(key, launch)
+        written = [p for p in (self.parameters if parameters is None else parameters) if p is not None]
+        torch.autograd.graph.increment_version(written)  # behind torch's back
+
+    def aligned(self, *tables: Addresses) -> bool:
+        """Whether kernels may read and write 16 bytes at a time."""
+        return self.pieces.even and all(table.aligned for table in tables)
+
+    def kinds(self, grads: Grads) -> dict[str, Any]:
+        """The types of gradients and θ."""
+        return {"GRAD": next((DTYPES[g.dtype] for g in grads if g is not None), self.dtype), "DTYPE": self.dtype}
+
+    def laid_out(self, grads: Grads) -> list[Tensor | None]:
+        """Gradients in the order of their parameters' memory, which kernels take as it lies."""
+        found = list(grads)
+        for i, (target, g) in enumerate(zip(self.problem.targets, grads, strict=True)):
+            if g is not None and g.stride() != target.parameter.stride():
+                target.parameter.grad = found[i] = target.laid_out(g)
+        return found
+
+    def check(self, grads: Grads) -> None:
+        """Name the first gradient that is not finite, and take them all away if there is one."""
+        to_grads, table = self.to_grads.of(grads), self.pieces.table
+        kinds = {"GRAD": self.kinds(grads)["GRAD"], "ALIGNED": self.aligned(self.to_grads)}
+
+        def launch() -> None:
+            self.run(gradient.check, to_grads, table, self.bad, self.numbers, **kinds)
+            self.run(gradient.clear, to_grads, table, self.bad, FINE=FINE, **kinds)
+
+        self.replay(("check", *kinds.values()), launch)

@@ -1,0 +1,221 @@
+"""What is known of a top-k, on the device: its numbers by place, and floats as keys that sort as they do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spartan.ops.newton import Dual
+from spartan.solvers.pools import Duals, Selection
+
+NARROWED = tl.constexpr(11)
+BINS = tl.constexpr(1 << 11)
+LOWEST = tl.constexpr((1 << 23) - 1)  # the key of −inf; only a NaN's key is below
+HIGHEST = tl.constexpr((1 << 32) - 2)  # the upper end of the search; only a NaN's key is above
+# Around the last threshold a pass first looks 2¹⁰ keys up and down, 0.01%, if its last move was at most half of that: they
+# have a bin each, so that one pass finds the exact one. Else it looks four times as far as that move, at most 2¹⁵, 0.4%,
+# which takes two; the fewer lie within, the faster it is. Where the threshold is not there, the next pass looks at so many
+# times as much beyond.
+NEAREST = tl.constexpr(1 << 10)
+NEAR = tl.constexpr(1 << 15)
+FURTHER = tl.constexpr(1 << 6)
+# Where nothing is known of the threshold, so many entries of each piece are looked at, until their own is known to a bin of
+# 2^COARSE keys (they cannot tell 0.01% apart); then it is sought around there, ±3%.
+SAMPLE = tl.constexpr(64)
+COARSE = tl.constexpr(10)
+GUESSED = tl.constexpr(1 << 18)
+
+# The state of a top-k: floats, of which the host tells the first four …
+K = tl.constexpr(0)  # what may be kept, in cost, with the slack for rounding
+SOFT_K = tl.constexpr(1)  # the same without
+TOTAL = tl.constexpr(2)  # C, the cost of everything
+BETA = tl.constexpr(3)
+TOLD, FEW = 4, 4
+GOAL = tl.constexpr(4)  # logit(k/C)
+ORIGIN = tl.constexpr(5)  # z = β(u − ORIGIN) + S
+S = tl.constexpr(6)
+LEAST = tl.constexpr(7)  # the root S lies between these
+MOST = tl.constexpr(8)
+CENTER = tl.constexpr(9)  # the same line, written from a number near τ
+OFFSET = tl.constexpr(10)
+RESIDUAL = tl.constexpr(11)
+VALUE = tl.constexpr(12)  # the threshold
+COST = tl.constexpr(13)  # of what is kept
+ROOM = tl.constexpr(14)  # what is left for units equal to the threshold
+LAST_BETA = tl.constexpr(15)
+FLOATS = tl.constexpr(16)
+# … and integers.
+LOW = tl.constexpr(0)  # keys from LOW to HIGH are looked at, in bins of 2^SHIFT
+HIGH = tl.constexpr(1)
+SHIFT = tl.constexpr(2)
+HARD_DONE = tl.constexpr(3)
+SOFT_DONE = tl.constexpr(4)
+PASSES = tl.constexpr(5)
+CUT = tl.constexpr(6)
+TIES = tl.constexpr(7)  # whether some, not all, of the units equal to the threshold fit
+WAITS = tl.constexpr(8)  # the soft mask waits for the threshold, to start from it
+FRESH = tl.constexpr(9)  # the bracket of the root is not set yet
+JUMPED = tl.constexpr(10)  # the root was already sought at the threshold
+SOLVED = tl.constexpr(11)  # a top-k has been found before: start from it
+SAMPLES = tl.constexpr(12)  # 1: a pass looks at samples only; 2: they have told where to look
+FROM = tl.constexpr(13)  # the key of the last threshold; −1 if there is none
+MOVED = tl.constexpr(14)  # how far from there it was found
+INTS = tl.constexpr(15)
+
+
+@triton.jit
+def row_of(table, piece):
+    """Of a piece: its tensor, where it starts there, how long it is, and its position in its segment."""
+    row = table + 4 * piece
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+
+
+@triton.jit
+def even_row_of(table, piece, ALIGNED: tl.constexpr):
+    """The same; with ALIGNED pieces end at multiples of 8, and the compiler learns it."""
+    which, start, length, position = row_of(table, piece)
+    if ALIGNED:
+        length = length // 8 * 8
+    return which, start, length, position
+
+
+@triton.jit
+def place_of(address, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a piece begins; ALIGNED tensors, whose pieces start at multiples of 1,024, are read 16 bytes at a time."""
+    base = address.to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        base = tl.multiple_of(base, 16)
+        start = start // 1024 * 1024  # what it is anyway: now the compiler knows
+    return base + start
+
+
+@triton.jit
+def segment_of(segments, piece):
+    """The segment of a piece; with a single one there is no table."""
+    segment = 0
+    if segments is not None:
+        segment = tl.load(segments + piece)
+    return segment
+
+
+@triton.jit
+def key_of(u):
+    """A float32's bits as an unsigned number that sorts as the float does."""
+    bits = u.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def signed_key_of(u):
+    """The same as a signed number, 2³¹ less; for u ≥ 0 these are its bits."""
+    bits = u.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 2147483647)
+
+
+@triton.jit
+def signed(key):
+    """Such a number of a key."""
+    return (key - 2147483648).to(tl.int32)
+
+
+@triton.jit
+def float_of(key):
+    """The float32 of a key."""
+    low = key.to(tl.uint32)
+    bits = tl.where(low >= 2147483648, low ^ 2147483648, low ^ 4294967295).to(tl.uint32)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def look_at(ints, low, high):
+    """The next pass counts the keys from low to high."""
+    shift = low * 0
+    while (tl.full((), 1, tl.int64) << (shift + NARROWED)) < high - low + 1:
+        shift += 1
+    tl.store(ints + LOW, low)
+    tl.store(ints + HIGH, high)
+    tl.store(ints + SHIFT, shift)
+
+
+@triton.jit
+def look_around(ints, key, width):
+    """The next pass counts the keys up to so far from this one."""
+    look_at(ints, tl.maximum(key - width, 0), tl.minimum(key + width - 1, HIGHEST))
+
+
+class States:
+    """What is known of the top-k of every segment, on the device, a row each."""
+
+    def __init__(self, segments: int, device: torch.device) -> None:
+        self.floats = torch.zeros(segments, FLOATS.value, dtype=torch.float64, device=device)
+        self.ints = torch.zeros(segments, INTS.value, dtype=torch.int64, device=device)
+        self._told: list[list[float]] = []
+        self._room = torch.zeros(segments, TOLD, dtype=torch.float64, device=device)
+
+    def tell(self, numbers: list[list[float]]) -> None:
+        """Fill in what the host knows, `TOLD` numbers a segment, without waiting for the device."""
+        changed = [
+            (s, place)
+            for s, row in enumerate(numbers)
+            for place, number in enumerate(row)
+            if not self._told or self._told[s][place] != number
+        ]
+        self._told = numbers
+        capturing = self.floats.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if len(changed) <= FEW or capturing:  # a graph would go on reading the host's memory
+            for s, place in changed:
+                self.floats[s, place].fill_(numbers[s][place])  # a number is an argument of the launch
+            return
+        table = torch.tensor(numbers, dtype=torch.float64)
+        if self.floats.device.type == "cuda":
+            table = table.pin_memory()  # from there the copy is queued, and the host goes on
+        self._room.copy_(table, non_blocking=True)
+        self.floats[:, :TOLD] = self._room
+
+    def tell_tensor(self, numbers: Tensor) -> None:
+        """The same with numbers that are on the device."""
+        self._told = []
+        self.floats[:, :TOLD] = numbers
+
+    def selection(self) -> Selection:
+        """What is kept, as views of this state."""
+        return Selection(self.floats[:, VALUE.value], self.ints[:, CUT.value], self.floats[:, COST.value])
+
+    def duals(self, beta: Sequence[float]) -> Duals:
+        """The solved masks, as views of this state."""
+        center, offset, residual = (self.floats[:, i.value] for i in (CENTER, OFFSET, RESIDUAL))
+        return Duals(tuple(beta), center, offset, (1.0,) * len(beta), self.ints[:, PASSES.value], residual)
+
+    def copy(self) -> States:
+        """A copy that stays as it is."""
+        found = States(0, self.floats.device)
+        found.floats, found.ints = self.floats.clone(), self.ints.clone()
+        return found
+
+    def go_back(self, copy: States) -> None:
+        """Know what was known then."""
+        self.floats.copy_(copy.floats)
+        self.ints.copy_(copy.ints)
+        self._told = []
+
+    def set(self, chosen: Sequence[Mapping[str, float]], duals: Sequence[Dual] | None) -> None:
+        """Go on from a solution that was saved."""
+        floats, ints = (
+            torch.zeros(self.floats.shape, dtype=torch.float64),
+            torch.zeros(self.ints.shape, dtype=torch.int64),
+        )
+        for s, found in enumerate(chosen):
+            floats[s, VALUE.value], floats[s, COST.value] = found["value"], found["cost"]
+            ints[s, CUT.value], ints[s, SOLVED.value] = int(found["cut"]), 1
+            if duals is not None:
+                dual = duals[s]
+                floats[s, BETA.value] = floats[s, LAST_BETA.value] = dual.beta
+                floats[s, CENTER.value], floats[s, OFFSET.value] = dual.center, dual.offset
+                floats[s, RESIDUAL.value], ints[s, PASSES.value] = dual.residual, dual.passes
+        self._told = []
+        self.floats.copy_(floats)
+        self.ints.copy_(ints)

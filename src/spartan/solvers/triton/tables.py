@@ -1,0 +1,124 @@
+"""Many tensors in one launch: tables of addresses and of the pieces that programs work on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# A program's share. Small enough to fill a GPU with a few million weights, large enough that the pieces' own sums,
+# which one program adds up, stay few.
+SMALLEST, MOST = 1 << 12, 1 << 11
+# Where shares are cut within a tensor: what is aligned there is aligned in every piece.
+GRAIN = 1 << 10
+# With shares, a program goes from piece to piece by itself, and to begin one takes as long as reading thousands of entries.
+LONG = 1 << 18
+
+
+class Pieces:
+    """Tensors of given sizes cut into pieces of at most `length` entries, a multiple of `smallest`, in order of position.
+
+    `table` has a row per piece: its tensor, where in that tensor it starts, how long it is, and its position among all
+    entries of its segment. `segments` tells which segment that is, where there are several; `costs` and `factors` repeat what
+    is given per tensor, `kinds` tells which of the different `prices` it has. `limits` has a row per segment: its pieces,
+    its prices and its tensors, each from the first to the one past the last. With `programs`, pieces also end where the
+    entries are divided evenly among so many, and `shares` has the first piece of each, and the end. `even` tells that
+    every piece has a multiple of 8 entries.
+
+    Args:
+        sizes: entries of each tensor.
+        costs: cost of an entry of each.
+        factors: u = factor · |x| of each.
+        device: where the tables are to lie.
+        smallest: entries that a piece has at least, but for the last of a tensor.
+        owners: the segment of each tensor, in order; None for a single one.
+        segments: how many there are.
+        programs: among how many the entries are divided evenly; 0 if every piece has its own.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        costs: Sequence[float],
+        factors: Sequence[float],
+        device: torch.device,
+        smallest: int = SMALLEST,
+        owners: Sequence[int] | None = None,
+        segments: int = 1,
+        programs: int = 0,
+    ) -> None:
+        owners = [0] * len(sizes) if owners is None else owners
+        self.total = sum(sizes)
+        self.even = all(n % 8 == 0 for n in sizes)
+        length = LONG if programs else smallest
+        while length * MOST < self.total:
+            length *= 2
+        share = self.total
+        if programs:
+            share = _up(-(-self.total // programs))
+            length = _up(-(-share // -(-share // length)))  # as long as each other, within a share
+        shares, filled = [0], 0
+        rows: list[tuple[int, int, int, int]] = []
+        kinds: list[int] = []
+        prices: list[float] = []
+        limits: list[tuple[int, ...]] = []
+        for segment in range(segments):
+            mine, position = [i for i, owner in enumerate(owners) if owner == segment], 0
+            own_prices, first, first_kind = sorted({costs[i] for i in mine}), len(rows), len(prices)
+            for i in mine:
+                start = 0
+                while start < sizes[i]:
+                    taken = min(length, sizes[i] - start, _up(share - filled) if programs else length)
+                    rows.append((i, start, taken, position + start))
+                    kinds.append(first_kind + own_prices.index(costs[i]))
+                    start, filled = start + taken, filled + taken
+                    if programs and filled >= share:
+                        shares.append(len(rows))
+                        filled = 0
+                position += sizes[i]
+            prices += own_prices
+            tensors = (mine[0], mine[-1] + 1) if mine else (0, 0)
+            limits.append((first, len(rows), first_kind, len(prices), *tensors))
+        if filled:
+            shares.append(len(rows))
+        self.count, self.length, which = len(rows), length, [row[0] for row in rows]
+        self.shares = torch.tensor(shares, dtype=torch.int64).to(device)
+        self.table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).to(device)
+        of = torch.tensor([owners[i] for i in which], dtype=torch.int32)
+        self.segments = of.to(device) if segments > 1 else None  # nothing to look up
+        self.limits = torch.tensor(limits, dtype=torch.int64).to(device)
+        self.costs = torch.tensor([costs[i] for i in which], dtype=torch.float64).to(device)
+        self.prices = torch.tensor(prices, dtype=torch.float64).to(device)
+        self.kinds = torch.tensor(kinds, dtype=torch.int32).to(device)
+        self.factors = torch.tensor([factors[i] for i in which], dtype=torch.float32).to(device)
+
+
+def _up(entries: int) -> int:
+    """The next multiple of the grain."""
+    return -(-entries // GRAIN) * GRAIN
+
+
+class Addresses:
+    """Where the tensors of a list lie, as a table on the device; sent again only when they moved."""
+
+    aligned = True  # to 16 bytes, all of them
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._last: list[int] = []
+        # It stays where it is: graphs replay its address.
+        self._table = torch.empty(0, dtype=torch.int64, device=device)
+
+    def of(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """The table; 0 stands for a tensor that is not there."""
+        now = [0 if t is None else t.data_ptr() for t in tensors]
+        if now != self._last:
+            table = torch.tensor(now, dtype=torch.int64)
+            if self.device.type == "cuda":
+                table = table.pin_memory()  # from there the copy is queued, and the host goes on
+            if len(self._last) != len(now):
+                self._table = torch.empty_like(table, device=self.device)
+            self._table.copy_(table, non_blocking=True)
+            self._last, self.aligned = now, all(address % 16 == 0 for address in now)
+        return self._table

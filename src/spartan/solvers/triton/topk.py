@@ -1,0 +1,137 @@
+"""Hard and soft top-k over many tensors, decided on the device: nothing in here waits for the host.
+
+Every pass reads the values once and does two things. It counts them into BINS bins between two keys (a float's bits,
+mapped so that they sort as the floats do), which narrows the place of the exact threshold by that factor; and it sums
+the soft mask and its slope at the present dual, for a Newton step on the logit of the budget fraction (`ops.soft_topk`
+says why). One program a segment then adds up the pieces' results and decides what the next pass looks at, until nothing is
+left to do: one launch in all (`search`). All sums have a fixed order, so two runs give the same bits.
+
+Where nothing is known of the threshold, some passes over a few samples of each piece tell where to look: to count everything
+into the few bins that floats of one size share would take as long as forty passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spartan.ops.parts import slack
+from spartan.solvers.pools import Duals, Selection
+from spartan.solvers.triton.launch import DTYPES
+from spartan.solvers.triton.replay import Replay
+from spartan.solvers.triton.search import search
+from spartan.solvers.triton.state import BINS, States
+from spartan.solvers.triton.tables import Addresses, Pieces
+
+MOST_PASSES = 40  # two or three are the rule
+SAMPLED_FROM = 1 << 18  # entries; fewer are soon counted
+WIDE = 1 << 16  # up to here sums are taken in float64: it costs nothing, and reaches residuals that float32 cannot
+
+# Entries that a program reads at a time, its warps, and how many such programs a multiprocessor holds at once.
+BLOCK, WARPS, PER_PROCESSOR = 2048, 8, 2
+REGISTERS = 128  # a thread, so that they fit: 65,536 in all
+SHARE = 1 << 14  # entries that a program has at least: a small search is to leave room for what else runs on the GPU
+
+
+class TopK:
+    """Solves hard and soft top-k problems over tensors of fixed sizes, one after the other; of many segments, all at once.
+
+    Args:
+        sizes: entries of each tensor.
+        costs: cost of an entry of each.
+        factors: u = factor · |x| of each, where weights are ranked by magnitude; None for values as they are.
+        device: where they lie.
+        owners: the segment of each tensor, in order; None for a single one.
+        segments: how many there are.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        costs: Sequence[float],
+        factors: Sequence[float] | None,
+        device: torch.device,
+        owners: Sequence[int] | None = None,
+        segments: int = 1,
+    ) -> None:
+        self.absolute = factors is not None
+        owners = [0] * len(sizes) if owners is None else owners
+        self.pieces = Pieces(
+            sizes, costs, factors or [1.0] * len(sizes), device, owners=owners, segments=segments,
+            programs=_programs(sum(sizes), device),
+        )  # fmt: skip
+        each = list(zip(owners, sizes, costs, strict=True))
+        self.sizes = [sum(n for owner, n, _ in each if owner == g) for g in range(segments)]
+        self.costs = [math.fsum(n * c for owner, n, c in each if owner == g) for g in range(segments)]
+        self._totals = torch.tensor(self.costs, dtype=torch.float64).to(device)
+        self._unit_costs = self._totals / torch.tensor(self.sizes).clamp(min=1).to(device)
+        n = max(1, self.pieces.count)
+        self.counts = torch.zeros(len(self.pieces.prices), BINS.value, dtype=torch.int32, device=device)
+        self.above = torch.zeros(n, dtype=torch.int32, device=device)
+        self.sums = torch.zeros(n, 4, dtype=torch.float64, device=device)
+        self.arrived = torch.zeros(1, dtype=torch.int64, device=device)
+        self.addresses = Addresses(device)
+        self.replay = Replay(device)
+        self.states = States(segments, device)
+        self.cold = True  # there is no solution to start from
+        self.launch: dict[str, Any] = {"num_warps": WARPS}
+        if device.type == "cuda":
+            self.launch.update(launch_cooperative_grid=True, maxnreg=REGISTERS)
+
+    @torch.no_grad()
+    def solve(self, tensors: Sequence[Tensor], k: Sequence[float] | Tensor, beta: Sequence[float] | None) -> None:
+        """Put the thresholds, and with finite β the duals, into the states, starting from the last ones."""
+        self._tell(k, beta)
+        where, dtype, soft, cold = self.addresses.of(tensors), tensors[0].dtype, beta is not None, self.cold
+        self.replay(("solve", soft, cold, self.addresses.aligned), lambda: self._launch(where, dtype, soft, cold))
+        self.cold = False
+
+    def _tell(self, k: Sequence[float] | Tensor, beta: Sequence[float] | None) -> None:
+        """What the host, or the device, knows of the problems, in the order of the state."""
+        sharpness = [0.0] * len(self.costs) if beta is None else list(beta)
+        if isinstance(k, Tensor):
+            assert beta is None, "soft masks have budgets that the host knows"
+            k = torch.minimum(k.double(), self._totals)
+            fit = k + slack(1.0, 0.0) * k + slack(0.0, 1.0) * self._unit_costs
+            self.states.tell_tensor(torch.stack((fit, k, self._totals, torch.zeros_like(k)), 1))
+            return
+        numbers = []
+        for budget, total, size, b in zip(k, self.costs, self.sizes, sharpness, strict=True):
+            budget = min(budget, total)
+            numbers.append([budget + slack(budget, total / max(1, size)), budget, total, b])
+        self.states.tell(numbers)
+
+    def _launch(self, where: Tensor, dtype: torch.dtype, soft: bool, cold: bool) -> None:
+        p, segments = self.pieces, len(self.sizes)
+        sampled = cold and max(self.sizes) >= SAMPLED_FROM
+        search[(len(p.shares) - 1,)](
+            where, p.table, p.shares, p.segments, p.limits, p.factors, p.kinds, p.costs, p.prices,
+            self.states.floats, self.states.ints, self.counts, self.above, self.sums, self.arrived,
+            segments, MOST_PASSES, 1e-6,
+            SOFT=soft, COLD=cold, SAMPLED=sampled, ABS=self.absolute, DTYPE=DTYPES[dtype],
+            ALIGNED=self.addresses.aligned, SUM=tl.float64 if max(self.sizes) <= WIDE else tl.float32,
+            SEGMENTS=triton.next_power_of_2(segments), BLOCK=BLOCK, ROWS=512, **self.launch,
+        )  # fmt: skip
+
+    def solve_anew(
+        self, tensors: Sequence[Tensor], k: Sequence[float] | Tensor, beta: Sequence[float] | None = None
+    ) -> tuple[Selection, Duals | None]:
+        """The same for values that have nothing to do with the last ones; the answer stays as it is."""
+        self.cold = True
+        self.solve(tensors, k, beta)
+        found = self.states.copy()
+        return found.selection(), None if beta is None else found.duals(beta)
+
+
+def _programs(entries: int, device: torch.device) -> int:
+    """Among how many programs the entries are divided: all must be on the device at the same time."""
+    if device.type != "cuda":
+        return 1  # the interpreter runs one after the other
+    most = PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(most, entries // SHARE))

@@ -1,0 +1,1 @@
+"""Training state: as plain tensors by parameter name, and sharded over processes."""

@@ -1,0 +1,193 @@
+"""Looks for mistakes: a model changed behind the run's back, gradients and weights that are not finite, unsolved masks."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from spartan.distributed import fsdp_modules, version
+from spartan.problem.targets import current
+from spartan.solvers.base import FINE
+from spartan.step.weights import Weights
+
+FAR = 1e-3  # a mask this far from its budget, as a fraction of it, deserves a word; 1e-6 is the rule
+
+
+class Guard:
+    """Watches over a model while a run works on it.
+
+    On an accelerator nothing waits for an answer: a flag on the device keeps θ as it is, and the error comes with a later
+    step, once the flag has arrived.
+
+    Args:
+        weights: θ of the run.
+        model: the model.
+    """
+
+    def __init__(self, weights: Weights, model: nn.Module) -> None:
+        self.weights, self.targets, self.ranks = weights, weights.problem.targets, weights.problem.ranks
+        self._fsdp = fsdp_modules(model) if not self.ranks.alone else []
+        self._versions: list[int] = []
+        on_device = weights.bad.device.type == "cuda"
+        # Where the flags and the residuals arrive.
+        pair = weights.bad, weights.residuals
+        self._seen = [torch.empty_like(x, device="cpu").copy_(x).pin_memory() if on_device else x for x in pair]
+        self._arrived: torch.cuda.Event | None = None
+        self._step = 0
+        self._warned = False
+
+    # ------------------------------------------------------------------ the model
+
+    def same_tensors(self) -> None:
+        """The model must hold the parameters that the run was built for."""
+        held = [current(target) for target in self.targets]
+        if any(now is not target.parameter for now, target in zip(held, self.targets, strict=True)):
+            self.reshard()
+            held = [current(target) for target in self.targets]
+        for target, now in zip(self.targets, held, strict=True):
+            if now is not target.parameter or now.device != target.device or now.dtype != target.dtype:
+                raise RuntimeError(
+                    f"{target.name} was moved, cast or replaced after the sparsifier was built (it is {now.dtype} on "
+                    f"{now.device}, the dense weights are {target.dtype} on {target.device}). Build the sparsifier after "
+                    "model.to(...); to continue a run, load sparsifier.state_dict() into the new one."
+                )
+
+    def reshard(self) -> None:
+        """Let FSDP2 drop whole weights that a forward pass has left: shards are what is trained and written."""
+        for module in self._fsdp:
+            module.reshard()
+
+    def written(self) -> None:
+        """The model holds what it should."""
+        self._versions = [version(target.parameter) for target in self.targets]
+
+    @torch.no_grad()
+    def untouched(self, expected: Iterable[Tensor]) -> None:
+        """The model must hold what was written into it; `expected` makes that again, if somebody has to look."""
+        self.same_tensors()
+        versions = [version(target.parameter) for target in self.targets]
+        if versions == self._versions or self.weights.method.identity:
+            return
+        # Swapping an average in and out again bumps versions too, so look at the values before complaining.
+        pairs = enumerate(zip(self.targets, expected, strict=True))
+        bad = self._agree(next((i for i, (target, w) in pairs if not torch.equal(target.local, w)), None))
+        if bad is not None:
+            raise RuntimeError(
+                f"{self.targets[bad].name} was changed outside the optimizer step. After model.load_state_dict(), also call "
+                "sparsifier.load_state_dict() with the state saved beside it; to set weights by hand, do so inside "
+                "`with sparsifier.dense_weights():`."
+            )
+        self._versions = versions
+
+    # ------------------------------------------------------------------ finite numbers
+
+    @property
+    def _waits(self) -> bool:
+        """Whether answers are waited for: on a CPU, and where processes must agree on them."""
+        return self.weights.bad.device.type == "cpu" or not self.ranks.alone
+
+    def gradients(self, which: Iterable[int], step: int) -> None:
+        """No NaN or infinite gradient may reach θ."""
+        if not self._waits:
+            for part, mine in zip(self.weights.parts, self.weights.local(which), strict=True):
+                if mine:
+                    grads = [t.parameter.grad for t in part.problem.targets]
+                    part.check_gradients([g if i in mine else None for i, g in enumerate(grads)])
+            return
+        bad = self._agree(_first_non_finite((i, self.targets[i].local_grad) for i in which))
+        if bad is not None:
+            raise RuntimeError(
+                f"the gradient of {self.targets[bad].name} holds NaN or infinite values at step {step}; nothing "
+                "was updated. Lower the learning rate, clip gradients, or use a GradScaler with float16."
+            )
+
+    def updates(self, which: Iterable[int], step: int) -> None:
+        """No NaN or infinite θ may be taken from the model."""
+        if not self._waits:
+            for part, mine in zip(self.weights.parts, self.weights.local(which), strict=True):
+                part.check_weights(mine)
+            return
+        bad = self._agree(_first_non_finite((i, self.targets[i].local) for i in which))
+        if bad is not None:
+            raise RuntimeError(
+                f"{self.targets[bad].name} would hold NaN or infinite weights after step {step}; the update was "
+                "taken back. The learning rate is probably too high."
+            )
+
+    def _agree(self, bad: int | None) -> int | None:
+        """The first bad target of any process: all of them must raise, or the others would wait for one that has."""
+        if self.ranks.alone:
+            return bad
+        number = torch.tensor(FINE if bad is None else bad, dtype=torch.int32, device=self.weights.bad.device)
+        first = int(self.ranks.smallest(number))
+        return None if first == FINE else first
+
+    # ------------------------------------------------------------------ flags
+
+    def send(self, step: int) -> None:
+        """Start fetching the flags; nothing waits for them."""
+        on_device = self.weights.bad.device.type == "cuda"
+        if on_device and (self._arrived is not None or torch.cuda.is_current_stream_capturing()):
+            return
+        self._step = step
+        if on_device:
+            for seen, flags in zip(self._seen, (self.weights.bad, self.weights.residuals), strict=True):
+                seen.copy_(flags, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def look(self, wait: bool = False) -> None:
+        """Raise what the flags say, if they have arrived."""
+        if wait:
+            for seen, flags in zip(self._seen, (self.weights.bad, self.weights.residuals), strict=True):
+                seen.copy_(flags)
+        elif self.weights.bad.device.type == "cuda":
+            if self._arrived is None or not self._arrived.query():
+                return
+        self._arrived = None
+        self._look_at_residuals()
+        gradient, weight = self._seen[0].tolist()
+        if gradient == weight == FINE:
+            return
+        self.weights.bad.fill_(FINE)
+        self._seen[0].fill_(FINE)
+        if gradient != FINE:
+            raise RuntimeError(
+                f"the gradient of {self.targets[gradient].name} held NaN or infinite values, at step {self._step} or "
+                "shortly before; since then nothing was updated. Lower the learning rate, clip gradients, or use a "
+                "GradScaler with float16."
+            )
+        raise RuntimeError(
+            f"{self.targets[weight].name} would have held NaN or infinite weights, at step {self._step} or shortly before; "
+            "those were not taken. The learning rate is probably too high: go back to a checkpoint."
+        )
+
+    def _look_at_residuals(self) -> None:
+        """Warn, once, of a mask that misses its budget."""
+        if self._warned:
+            return
+        worst, row = max((abs(numbers[1]), i) for i, numbers in enumerate(self._seen[1].tolist()))
+        if worst > FAR:
+            self._warned = True
+            warnings.warn(
+                f"the soft mask of segment {self.weights.segment_of_row(row)} was {worst:.2%} off its budget at step {self._step} or shortly before "
+                "(the hard one is exact all the same); β is probably too large for these weights' precision",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def _first_non_finite(tensors: Iterable[tuple[int, Tensor | None]]) -> int | None:
+    """Index of the first tensor with a NaN or infinite entry, with one look at the device for all of them."""
+    there = [(i, t.detach()) for i, t in tensors if t is not None and t.numel()]
+    if not there:
+        return None
+    if torch.isfinite(torch.stack([t.sum().float() for _, t in there])).all():  # the sum of one that is not, is not
+        return None
+    largest = torch.stack([n.float() for n in torch._foreach_norm([t for _, t in there], math.inf)])
+    finite = torch.isfinite(largest).tolist()
+    return None if all(finite) else there[finite.index(False)][0]

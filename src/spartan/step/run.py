@@ -1,0 +1,326 @@
+"""A run: θ, the masks and the moment, and what a step does with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spartan.distributed import broadcast_from_first, like, replicas, version
+from spartan.methods.base import Method
+from spartan.problem.problem import Problem
+from spartan.problem.schedules import Moment
+from spartan.solvers.theta import copy_all
+from spartan.solvers.torch import TorchSolver
+from spartan.step.gradients import GradientState
+from spartan.step.guard import Guard
+from spartan.step.weights import Weights
+
+Closure = Callable[[], Any]
+
+
+class Run:
+    """The dense weights behind a model's sparse ones, from the first step to the last.
+
+    Args:
+        problem: what is asked.
+        method: what is done about it.
+        at: where the run begins.
+        kernels: "auto", "triton" or "torch".
+        model: the model, possibly wrapped.
+    """
+
+    def __init__(self, problem: Problem, method: Method, at: Moment, kernels: str, model: nn.Module) -> None:
+        self.problem, self.method, self.at = problem, method, at
+        self.weights = Weights(problem, method, kernels)
+        self.guard = Guard(self.weights, model)
+        self._ddp = replicas(model)
+        self._kept: list[int] | None = None  # units kept, where counting takes all processes
+        self.sent = self._sent_before = 0  # bytes that processes exchanged for the last choice of masks, and until then
+        self.set_budgets()
+        for solver in self.weights.solving:
+            method.setup(solver, at)
+        self.solve()
+        self.gradients = GradientState(problem.targets)
+
+    # ------------------------------------------------------------------ the step
+
+    def step(
+        self, optimizer: Optimizer, mine: Sequence[int], update: Callable[..., Any], closure: Closure | None
+    ) -> Any:
+        """One step of an optimizer that trains these targets: θ is updated and taken; the model still holds θ then."""
+        evaluate = None if closure is None else Evaluation(self, optimizer, mine, closure)
+        if evaluate is None:
+            self.ready(optimizer, mine)
+        else:
+            self.check_model()
+        with torch.no_grad():
+            try:
+                self.weights.put(mine)
+                result = update() if evaluate is None else update(evaluate)
+                if not skipped(optimizer):
+                    self.guard.updates(mine, self.at.step)
+            except BaseException:
+                if evaluate is not None:
+                    evaluate.roll_back()
+                self.write()
+                raise
+            self.weights.take(mine)
+            for i in mine:
+                self.gradients.stepped(i)
+        return result
+
+    def ready(self, optimizer: Optimizer, mine: Sequence[int]) -> None:
+        """Gradients for θ, with the method's decay, and finite ones, unless a loss scaler is there to skip the update."""
+        self.backward()
+        self._add_decay(mine, getattr(optimizer, "grad_scale", None))
+        if getattr(optimizer, "found_inf", None) is None:
+            self.guard.gradients(mine, self.at.step)
+
+    def finish(self, optimizer: Optimizer, advance: bool) -> None:
+        """After one optimizer's step, or all of them: the schedule moves on, masks are solved anew, w goes back."""
+        try:
+            if not skipped(optimizer):
+                if advance:
+                    self.at = replace(self.at, step=self.at.step + 1)
+                self.solve()
+                self._agree()
+        finally:
+            self.write()  # whatever happens, the model holds w
+        self.guard.send(self.at.step)
+
+    # ------------------------------------------------------------------ gradients
+
+    def backward(self) -> None:
+        """Turn the fresh gradients for w in `.grad` into gradients for θ, in place; missing ones count as zero."""
+        self.check_model()
+        targets = self.problem.targets
+        fresh = [self.gradients.fresh(i) for i in range(len(targets))]
+        if not any(fresh) or self.method.identity:
+            return
+        with torch.no_grad():
+            for part, form in self.weights.each(self.at):
+                numbers = part.problem.numbers
+                grads = [t.local_grad if fresh[n] else None for t, n in zip(part.problem.targets, numbers, strict=True)]
+                if isinstance(part, TorchSolver) and any(g is not None for g in grads):
+                    self.method.observe(part, grads, self.at)
+                self._replace_gradients(part.problem, grads, part.turn(form, grads))
+        for i in range(len(targets)):
+            self.gradients.turned(i)
+
+    def _replace_gradients(self, problem: Problem, old: Sequence[Tensor | None], new: Sequence[Tensor | None]) -> None:
+        """Put turned gradients where the others were."""
+        changed = []
+        for target, before, after in zip(problem.targets, old, new, strict=True):
+            if before is None:
+                if after is not None and target.parameter.grad is None:
+                    target.parameter.grad = like(target.parameter, after)
+            elif after is None:
+                before.zero_()
+            elif after is not before and after is not target.local_grad:
+                changed.append((before, after))
+        copy_all([a for a, _ in changed], [b for _, b in changed])
+
+    @torch.no_grad()
+    def _add_decay(self, mine: Sequence[int], scale: Tensor | None) -> None:
+        """Add what the method adds whatever the loss: once per step, unscaled, or scaled where gradients still are."""
+        for part, form in self.weights.each(self.at):
+            if form is None or form.decay is None or not isinstance(part, TorchSolver):
+                continue
+            where = [(i, n) for i, n in enumerate(part.problem.numbers) if n in set(mine)]
+            targets = part.problem.targets
+            wanted = [i for i, n in where if self.gradients.undecayed(n)]
+            # What the loss does not reach decays too, if it reaches anything.
+            wanted += [i for i, n in where if targets[i].parameter.grad is None and wanted]
+            decay = part.decay(form) if wanted else []
+            for i in wanted:
+                added = decay[i] if scale is None else decay[i] * scale.to(decay[i].dtype)
+                if targets[i].parameter.grad is None:
+                    targets[i].parameter.grad = like(targets[i].parameter, added.clone())
+                    self.gradients.turned(part.problem.numbers[i])
+                    self.gradients.undecayed(part.problem.numbers[i])
+                else:
+                    grad = targets[i].local_grad
+                    assert grad is not None
+                    grad.add_(added)
+
+    # ------------------------------------------------------------------ masks and weights
+
+    def set_budgets(self) -> None:
+        """What every segment may cost at this moment."""
+        grown = self.method.ramp.at(self.at.warmed)
+        for solver in self.weights.solving:
+            solver.k = solver.problem.budgets(grown)
+
+    @torch.no_grad()
+    def solve(self) -> None:
+        """New masks for θ at this moment; from the first step of finetuning on they are fixed."""
+        if not self.weights.frozen:
+            before = [solver.k for solver in self.weights.solving]
+            self.set_budgets()
+            for solver, k in zip(self.weights.solving, before, strict=True):
+                self.method.choose(solver, self.at)
+                if any(solver.problem.floors) and k != solver.k:
+                    self._set_apart(solver)
+            if self.at.phase == "finetune" and not self.method.identity:
+                self.weights.freeze(self.at)
+            self.count()
+        self._add_up()
+
+    def _set_apart(self, solver: TorchSolver) -> None:
+        """Let the layers that would keep less than their `min_density` have a budget of their own, and choose again."""
+        problem, grown = solver.problem, self.method.ramp.at(self.at.warmed)
+        apart: list[int] = []
+        while True:
+            if apart != problem.apart:
+                problem.set_apart(apart)
+                solver.redivided()
+                solver.k = problem.budgets(grown)
+                self.method.choose(solver, self.at)
+            kept = solver.sum_by_target(self.method.keep(solver, self.at))[0].tolist()
+            costs = [n * c for n, c in zip(kept, problem.unit_costs, strict=True)]
+            below = problem.below_floor(costs)
+            if not below:
+                return
+            apart = sorted({*apart, *below})
+
+    def _agree(self) -> None:
+        """Copies under DDP take process 0's masks: an insurance, since equal weights give equal ones.
+
+        Nothing is asked while some processes have run out of data (`join`), nor of numbers that are still on a device.
+        """
+        ddp, parts = self._ddp, self.weights.solving
+        on_device = self.weights.bad.device.type != "cpu"
+        if ddp is None or not parts or self.method.identity or on_device or ddp._join_config.enable:
+            return
+        solutions = [part.solution() for part in parts]
+        mine = [float(x) for solution in solutions for x in _numbers(solution)]
+        first = broadcast_from_first(mine, ddp.process_group, self.problem.targets[0].parameter.device)
+        self.sent = 8 * len(mine)
+        if first != mine:
+            told = iter(first)
+            for part, solution in zip(parts, solutions, strict=True):
+                part.go_on_from(_with_numbers(solution, told))
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Put w into the model."""
+        self.guard.reshard()
+        if not self.method.identity:
+            self.weights.write(self.at)
+        self.guard.written()
+
+    def check_model(self) -> None:
+        """The model must hold what was written into it."""
+        self.guard.untouched(w for w in self.weights.values(self.at))
+
+    # ------------------------------------------------------------------ looking
+
+    def count(self) -> None:
+        """Where weights lie in shards: count what is kept, once per choice of masks and by all processes.
+
+        So one of them may ask for `stats` by itself.
+        """
+        if not self.problem.ranks.alone:
+            self._kept = self.weights.kept(self.at)
+
+    def _add_up(self) -> None:
+        """The bytes that processes have exchanged since the last time."""
+        ranks = {id(part.ranks): part.ranks for part in (self.problem, *self.weights.problems)}
+        sent = sum(each.sent for each in ranks.values())
+        self.sent, self._sent_before = sent - self._sent_before, sent
+
+    def kept_units(self) -> list[int]:
+        """Units kept of each target."""
+        return self.weights.kept(self.at) if self._kept is None else self._kept
+
+    def kept_cost(self) -> float | Tensor | None:
+        """What is kept costs, without waiting for it; None where nobody knows yet."""
+        if self._kept is not None or self.weights.frozen:
+            return math.fsum(n * c for n, c in zip(self.kept_units(), self.problem.unit_costs, strict=True))
+        costs = [solver.kept_cost(self.method.form(solver, self.at)) for solver in self.weights.solving]
+        return None if None in costs else sum(cost.sum() for cost in costs if cost is not None)
+
+    def path(self) -> str:
+        """What does the work, and why."""
+        if self.method.identity:
+            return "nothing to do"
+        found = [part.path(form) for part, form in self.weights.each(self.at)]
+        if len(set(found)) == 1:
+            return found[0]
+        sizes = [len(part.problem.targets) for part in self.weights.parts]
+        return "; ".join(
+            f"{path}: {n} of {len(self.problem.targets)} tensors" for path, n in zip(found, sizes, strict=True)
+        )
+
+
+class Evaluation:
+    """A closure as the optimizer sees it: it may ask for the loss at any θ, and gets gradients for θ.
+
+    The optimizer's parameters hold θ when it calls; the user's closure must run on w.
+    """
+
+    def __init__(self, run: Run, optimizer: Optimizer, mine: Sequence[int], closure: Closure) -> None:
+        self.run, self.optimizer, self.mine, self.closure = run, optimizer, mine, closure
+        self._put: list[int] | None = None  # versions of the parameters when θ was last put there
+        self._before: list[Any] | None = None
+
+    def __call__(self) -> Any:
+        """The loss at w = f(θ)."""
+        if self._put is not None and self._put != self._versions():
+            self._follow()
+        self.run.write()
+        with torch.enable_grad():
+            loss = self.closure()
+        self.run.ready(self.optimizer, self.mine)
+        with torch.no_grad():
+            self.run.weights.put(self.mine)
+        self._put = self._versions()
+        return loss
+
+    def _versions(self) -> list[int]:
+        return [version(self.run.problem.targets[i].parameter) for i in self.mine]
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """The optimizer has moved within its step (LBFGS does): θ is what it put there."""
+        if self._before is None:
+            self._before = self.run.weights.snapshot()
+        self.run.guard.updates(self.mine, self.run.at.step)
+        self.run.weights.take(self.mine)
+        self.run.solve()
+
+    @torch.no_grad()
+    def roll_back(self) -> None:
+        """The step failed: back to θ as it was before."""
+        if self._before is not None:
+            self.run.weights.restore(self._before)
+
+
+def skipped(optimizer: Optimizer) -> bool:
+    """Whether a loss scaler made a fused optimizer leave out its update."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf.item())
+
+
+def _numbers(solution: dict[str, Any]) -> list[float]:
+    """The numbers that decide masks, of every segment."""
+    rows = [row for name in ("a", "b", "dual") for row in solution[name] or []]
+    return [row[key] for row in rows for key in ("value", "cut", "center", "offset") if key in row]
+
+
+def _with_numbers(solution: dict[str, Any], told: Any) -> dict[str, Any]:
+    """The same solution with other such numbers."""
+    found: dict[str, Any] = {}
+    for name in ("a", "b", "dual"):
+        rows = solution[name]
+        found[name] = rows and [
+            {key: next(told) if key in ("value", "cut", "center", "offset") else x for key, x in row.items()}
+            for row in rows
+        ]
+    return found

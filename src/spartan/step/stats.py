@@ -1,0 +1,133 @@
+"""What a sparsifier says about itself: numbers, a table per layer, a printable summary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spartan.methods.base import Method
+from spartan.ops.newton import Dual
+from spartan.problem.problem import Problem
+from spartan.problem.schedules import Phase
+from spartan.step.run import Run
+
+# One number where all targets compete; one per segment where the budget divides them.
+PerSegment = float | tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Where a run stands.
+
+    `density` counts the weights in kept units, `cost` what they cost; `target_density` and `target_cost` are what the
+    schedule asks for now, the former as a fraction of the whole cost. `beta`, `mu`, `threshold` and `passes` belong to
+    the masks in use; with N:M every few weights have a μ and a threshold of their own, and these two are None.
+    `bytes_sent` is what each process exchanged with the others for the last step, where weights lie in shards.
+    """
+
+    step: int
+    phase: Phase
+    density: float
+    target_density: float
+    cost: float
+    target_cost: float
+    beta: float | None
+    mu: PerSegment
+    threshold: PerSegment
+    passes: int
+    bytes_sent: int = 0
+
+    @classmethod
+    def of(cls, run: Run) -> Stats:
+        """Where a run stands."""
+        problem, kept, found = run.problem, run.kept_units(), run.weights.known()
+        weights = sum(n * size for n, size in zip(kept, problem.sizes, strict=True))
+        asked = math.fsum(k for k, _, _ in found) + problem.untouched
+        duals = [dual for _, _, dual in found]
+        beta = run.method.beta_at(problem, run.at)
+        solved = next((dual["beta"] for dual in duals if dual is not None), None)
+        return cls(
+            step=run.at.step,
+            phase=run.at.phase,
+            density=(weights + problem.untouched) / problem.counted,
+            target_density=asked / problem.total,
+            cost=math.fsum(n * c for n, c in zip(kept, problem.unit_costs, strict=True)) + problem.untouched,
+            target_cost=asked,
+            beta=(None if beta is None else beta[0]) if solved is None else solved,
+            mu=_per_segment([None if dual is None or "center" not in dual else Dual(**dual).mu for dual in duals]),
+            threshold=_per_segment([None if a is None else a.get("value") for _, a, _ in found]),
+            passes=max((int(dual.get("passes", 0)) for dual in duals if dual is not None), default=0),
+            bytes_sent=run.sent,
+        )
+
+
+def _per_segment(values: Sequence[float | None]) -> PerSegment:
+    found = tuple(v for v in values if v is not None)
+    if len(found) < len(values):
+        return None
+    return found[0] if len(found) == 1 else found
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One target: how much of it is kept. `flops` and `sparse_flops` are per example, with a FLOP cost only."""
+
+    name: str
+    shape: tuple[int, ...]
+    parameters: int
+    kept: int
+    density: float
+    flops: float | None
+    sparse_flops: float | None
+
+    @classmethod
+    def of(cls, problem: Problem, kept: Sequence[int], flops: bool) -> list[Layer]:
+        """One row per target, from the units kept of each."""
+        rows = []
+        for target, units, size, price in zip(problem.targets, kept, problem.sizes, problem.prices, strict=True):
+            entries, dense = units * size, 2.0 * price * target.numel if flops else None
+            share = entries / target.numel
+            sparse = None if dense is None else dense * share
+            rows.append(cls(target.name, target.shape, target.numel, entries, share, dense, sparse))
+        return rows
+
+
+def progress_of(run: Run) -> dict[str, Any]:
+    """The part of `Stats` that costs little to read; on an accelerator some of it is still on the device, as tensors."""
+    problem, kept = run.problem, run.kept_cost()
+    asked = sum(k for part in run.weights.parts for k in part.k) + problem.untouched
+    duals = [part.dual for part in run.weights.solving if part.dual is not None]
+    beta = run.method.beta_at(problem, run.at)
+    return {
+        "target_density": asked / problem.total,
+        "density": None if kept is None else (kept + problem.untouched) / problem.total,
+        "beta": None if beta is None else beta[0],
+        "mu": duals[0].mu() if len(duals) == len(problem.segments) == 1 else None,
+        "passes": duals[0].passes.max() if len(duals) == 1 else 0,
+    }
+
+
+def describe(method: Method, settings: Mapping[str, Any], stats: Stats, layers: Sequence[Layer], path: str) -> str:
+    """The sparsifier in a few lines: settings, where the run stands, the sparsest and the densest layers."""
+    width = max(len(layer.name) for layer in layers)
+    beta = "" if stats.beta is None else f", β = {stats.beta:.4g}"
+    # What is asked for is a fraction of the cost; with another cost than parameters that is not the density.
+    part = stats.target_density * stats.cost / stats.target_cost if stats.target_cost else 0.0
+    cost = "" if settings["cost"] == "Params" else f"{part:.4%} of the cost, "
+    lines = [
+        f"Sparsifier: {method!r}, {settings['pattern']}, sparsity {settings['sparsity']:g}, "
+        f"budget {settings['budget']!r}, {len(layers)} tensors of {sum(x.parameters for x in layers):,} weights",
+        f"  step {stats.step} of {settings['total_steps']} ({stats.phase}): density {stats.density:.4%}, {cost}"
+        f"asked {stats.target_density:.4%}{beta}",
+        f"  by {path}",
+    ]
+    empty = [x.name for x in layers if x.kept == 0]
+    if empty:
+        names = ", ".join(empty[:4]) + (", …" if len(empty) > 4 else "")
+        lines.append(f"  nothing is left of {names}: the network may be cut in two there")
+    rows = [f"  {x.name:<{width}}  {x.density:8.3%}  {x.kept:>12,} of {x.parameters:,}" for x in layers]
+    if len(rows) > 12:
+        rows = [*rows[:6], f"  … {len(rows) - 12} more, see layers() …", *rows[-6:]]
+    return "\n".join(lines + rows)

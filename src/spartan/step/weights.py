@@ -1,0 +1,197 @@
+"""Keeps the dense weights θ of a run: the parts of the problem, each with its solver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spartan.distributed import like
+from spartan.methods.base import Method
+from spartan.problem.problem import Problem
+from spartan.problem.schedules import Moment
+from spartan.solvers.base import FINE, Flags
+from spartan.solvers.choose import frozen_solver_for, solver_for
+from spartan.solvers.forms import Form
+from spartan.solvers.frozen import FrozenSolver, kept_entries
+from spartan.solvers.torch import TorchSolver
+
+
+class Weights:
+    """The parts of a problem. Until masks are fixed, `solving` has their solvers; from then on, `frozen` has.
+
+    Args:
+        problem: what is asked.
+        method: what is done about it.
+        kernels: "auto", "triton" or "torch".
+    """
+
+    def __init__(self, problem: Problem, method: Method, kernels: str) -> None:
+        self.problem, self.method, self.kernels = problem, method, kernels
+        self.problems = problem.split()
+        device = problem.targets[0].local.device
+        self.bad = torch.full((2,), FINE, dtype=torch.int32, device=device)
+        # With a `min_density` every target may become a segment of its own.
+        self._rows = [len(part.segments) + any(part.floors) * len(part.targets) for part in self.problems]
+        self.residuals = torch.zeros(sum(self._rows), 2, dtype=torch.float64, device=device)
+        self.solving: list[TorchSolver] = []
+        self.frozen: list[FrozenSolver] = []
+        self.begin()
+        # Where each target is: its part, and its number there.
+        self._home = {n: (p, i) for p, part in enumerate(self.problems) for i, n in enumerate(part.numbers)}
+
+    def begin(self) -> None:
+        """Dense θ, as the model holds it."""
+        flags = zip(self.problems, self._flags(), strict=True)
+        self.solving = [solver_for(part, each, self.kernels, self.method.identity) for part, each in flags]
+        for solver in self.solving:
+            solver.power = self.method.power
+        self.frozen = []
+
+    def _flags(self) -> list[Flags]:
+        return [Flags(self.bad, rows) for rows in self.residuals.split(self._rows)]
+
+    def segment_of_row(self, row: int) -> int:
+        """The index of the segment that a row of `residuals` is about."""
+        for part, rows in zip(self.problems, self._rows, strict=True):
+            if row < rows:
+                return part.segments[row].index
+            row -= rows
+        raise IndexError(row)
+
+    @property
+    def parts(self) -> Sequence[TorchSolver | FrozenSolver]:
+        """The solvers in use."""
+        return self.frozen or self.solving
+
+    def each(self, at: Moment) -> Iterator[tuple[TorchSolver | FrozenSolver, Form | None]]:
+        """Every part with what the method declares for it."""
+        for solver in self.frozen:
+            yield solver, None
+        for part in () if self.frozen else self.solving:
+            yield part, self.method.form(part, at)
+
+    def local(self, which: Iterable[int]) -> list[list[int]]:
+        """Targets by part, in the numbers of each."""
+        found: list[list[int]] = [[] for _ in self.problems]
+        for n in which:
+            p, i = self._home[n]
+            found[p].append(i)
+        return found
+
+    def in_order(self, by_part: Sequence[Sequence[Any]]) -> list[Any]:
+        """What parts have of each target, in the order of the model's."""
+        return [by_part[p][i] for p, i in (self._home[n] for n in range(len(self.problem.targets)))]
+
+    # ------------------------------------------------------------------ moving
+
+    def put(self, which: Iterable[int]) -> None:
+        """θ into the parameters of these targets."""
+        for part, mine in zip(self.parts, self.local(which), strict=True):
+            if mine:
+                part.put(mine)
+
+    def take(self, which: Iterable[int]) -> None:
+        """θ from the parameters of these targets."""
+        for part, mine in zip(self.parts, self.local(which), strict=True):
+            if mine:
+                part.take(mine)
+
+    def write(self, at: Moment) -> None:
+        """w into the model."""
+        for part, form in self.each(at):
+            part.write(form)
+
+    def values(self, at: Moment) -> list[Tensor]:
+        """w of every target."""
+        return self.in_order([part.weights(form) for part, form in self.each(at)])
+
+    def snapshot(self) -> list[Any]:
+        """All that a step may change, to go back to."""
+        return [part.snapshot() for part in self.parts]
+
+    def restore(self, snapshot: Sequence[Any]) -> None:
+        """Go back."""
+        for part, was in zip(self.parts, snapshot, strict=True):
+            part.restore(was)
+
+    def freeze(self, at: Moment) -> None:
+        """From now on masks are fixed: keep θ and the mask of what is kept, and let the rest go."""
+        kept = []
+        for solver in self.solving:
+            keep, mask = self.method.freeze(solver, at)
+            each = solver.theta.views, solver.per_target(solver.spread(keep)), solver.per_target(solver.spread(mask))
+            kept.append([kept_entries(solver.problem, i, *of) for i, of in enumerate(zip(*each, strict=True))])
+        self.freeze_at(kept)
+
+    def freeze_at(self, kept: Sequence[Sequence[tuple[Tensor, Tensor, Tensor]]]) -> None:
+        """The same from θ, the mask and the places of what is kept of each target, by part."""
+        found = []
+        for solver, flags, of in zip(self.solving, self._flags(), kept, strict=True):
+            frozen = frozen_solver_for(solver.problem, flags, self.kernels, of)
+            frozen.state, frozen.k, frozen.chosen = solver.state, solver.k, solver.solution()
+            found.append(frozen)
+        self.frozen, self.solving = found, []
+
+    def drop(self) -> None:
+        """Let θ go."""
+        self.solving, self.frozen, self.problems = [], [], []
+
+    # ------------------------------------------------------------------ looking
+
+    def known(self) -> list[tuple[float, dict[str, float] | None, dict[str, float] | None]]:
+        """k, the selection and the dual of every segment, as plain numbers."""
+        found = []
+        for part in self.parts:
+            chosen = part.chosen if isinstance(part, FrozenSolver) else part.solution()
+            pairs = (chosen[name] or [None] * len(part.k) for name in ("a", "dual"))
+            found += list(zip(part.k, *pairs, strict=True))
+        return found
+
+    def kept(self, at: Moment) -> list[int]:
+        """Units kept of each target, by all processes that hold shards of it."""
+        found = []
+        for solver in self.frozen:
+            sizes = solver.problem.sizes
+            here = torch.tensor([n.numel() // size for n, size in zip(solver.places, sizes, strict=True)])
+            ranks = solver.problem.ranks
+            found.append(ranks.sum(ranks.counted(here.to(solver.flags.bad.device))).tolist())
+        for part in self.solving:
+            found.append(part.sum_by_target(self.method.keep(part, at))[0].tolist())
+        return [int(n) for n in self.in_order(found)]
+
+    def masks(self, at: Moment) -> dict[str, Tensor]:
+        """Bool per weight, by parameter name."""
+        found = [solver.keep() for solver in self.frozen]
+        for part in self.solving:
+            found.append([x.clone() for x in part.per_target(part.spread(self.method.keep(part, at)))])
+        targets = self.problem.targets
+        return {t.name: like(t.parameter, keep) for t, keep in zip(targets, self.in_order(found), strict=True)}
+
+    def histogram(self, at: Moment, bins: int) -> list[int] | None:
+        """How many units have a soft mask value in each of `bins` equal parts of [0, 1]; None without a soft mask."""
+        total = torch.zeros(bins, dtype=torch.int64)
+        for solver in self.frozen:
+            if solver.chosen["dual"] is None:
+                return None
+            problem = solver.problem
+            here = torch.zeros(len(problem.targets), bins, dtype=torch.int64)
+            for i, (mask, size) in enumerate(zip(solver.masks, problem.sizes, strict=True)):
+                here[i] = torch.histc(mask.float(), bins, 0.0, 1.0).long().cpu() // size
+                here[i, 0] += (problem.targets[i].local.numel() - mask.numel()) // size
+            total += self._over_ranks(problem, here)
+        for part in self.solving:
+            if part.dual is None:
+                return None
+            mask = part.pools.soft(part.ranks(self.method.form(part, at)), part.dual)
+            each = [torch.histc(mask[here].float(), bins, 0.0, 1.0).long().cpu() for here in part.problem.slices]
+            total += self._over_ranks(part.problem, torch.stack(each))
+        return total.tolist()
+
+    def _over_ranks(self, problem: Problem, here: Tensor) -> Tensor:
+        """One row per target, added up over targets and processes."""
+        mine = torch.tensor(problem.ranks.counts, dtype=torch.int64)[:, None]
+        device = problem.targets[0].local.device
+        return problem.ranks.sum((here * mine).sum(0).to(device)).cpu()
