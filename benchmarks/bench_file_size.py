@@ -34,9 +34,9 @@ import torch
 from torch import Tensor, nn
 
 import spartan
+from spartan import Block, Unstructured
 from spartan.app.train import vision
 from spartan.files import codes, read, save
-from spartan import Block, Unstructured
 from spartan.problem.patterns import Pattern
 from spartan.problem.targets import find_targets
 

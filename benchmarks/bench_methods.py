@@ -89,7 +89,7 @@ def one(
     sparsifier = spartan.Sparsifier(model, sparsity, 10 * steps, name, count="model").attach(optimizer)
     run = sparsifier._run
     run.at = replace(run.at, step=min(run.at.freeze_step, 10 * steps) // 2)
-    run.choose()
+    run.solve()
     run.write()
 
     def step() -> None:
@@ -112,10 +112,10 @@ def one(
     ms = 1e3 * (time.perf_counter() - begun) / steps
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if x.device.type == "cuda" else 0.0
     sparsifier.detach()
-    run.masters = []
-    for target in run.targets:  # the model goes to the next one
+    run.weights.drop()
+    for target in run.problem.targets:  # the model goes to the next one
         spartan.sparsifier._OWNERS.pop(target.parameter, None)
-    sparsifier._ledger.close()
+    run.gradients.close()
     return ms, peak
 
 

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 
 from spartan import Sparsifier
-from spartan.masters import FrozenMaster
 from spartan.distributed import local
 
 STEPS = 10
@@ -47,10 +46,9 @@ def worker(rank: int, world: int, port: int, results: Any) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step in (0, STEPS - 1):
-            masters = sparsifier._run.masters
-            theta = [
-                x for m in masters for x in ([m.theta, m.mask, m.index] if isinstance(m, FrozenMaster) else [m.theta])
-            ]
+            weights = sparsifier._run.weights
+            theta = [x for part in weights.solving for x in part.theta.views]
+            theta += [x for part in weights.frozen for x in (*part.thetas, *part.masks, *part.places)]
             moments = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
             found["first" if step == 0 else "last"] = (
                 size(list(model.parameters())),

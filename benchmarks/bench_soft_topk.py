@@ -30,9 +30,10 @@ from pathlib import Path
 
 import torch
 
+from spartan.ops.newton import Dual
 from spartan.ops.parts import Part
 from spartan.ops.select import boundary
-from spartan.ops.soft_topk import Dual, residual_at, sinkhorn, solve
+from spartan.ops.soft_topk import residual_at, sinkhorn, solve
 
 RESULTS = Path(__file__).parent / "results.csv"
 BY_KERNELS = Path(__file__).parent / "soft_topk.csv"
@@ -58,8 +59,8 @@ def best(f: Callable[[], Dual], device: str, repeats: int) -> tuple[float, Dual]
 
 def by_kernels(args: argparse.Namespace) -> None:
     """The kernels over sizes: time per weight, passes, and the distance to reading the values that often."""
-    from spartan.kernels.state import PASSES, TIES, State
-    from spartan.kernels.topk import TopK
+    from spartan.solvers.triton.state import PASSES, TIES
+    from spartan.solvers.triton.topk import TopK
 
     device, rows = torch.device(args.device), []
     name = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
@@ -76,16 +77,18 @@ def by_kernels(args: argparse.Namespace) -> None:
         for beta in args.betas:
             # One for each list of values, since addresses stay where they are in training; what is known goes from one
             # to the other.
-            topks, state = [TopK([d], [1.0], [1.0], device) for _ in values], State.new(device)
+            topks = [TopK([d], [1.0], [1.0], device) for _ in values]
+            states = topks[1].states = topks[0].states
             for start in ("cold", "warm"):
                 times = []
                 for turn in range(2 * args.repeats + 4):  # the first ones compile and record
                     u, topk = values[turn % 2], topks[turn % 2]
-                    solve_it = partial(topk.solve, [u], state, k, beta, cold=start == "cold")
+                    topk.cold = start == "cold"
+                    solve_it = partial(topk.solve, [u], [k], [beta])
                     times.append(timed(solve_it, device))
                 # The values are read once more where some, not all, of those equal to the threshold fit.
-                best_ms, passes = min(times[4:]), int(state.ints[PASSES.value] + state.ints[TIES.value])
-                residual = residual_at(state.dual(beta).host(), [Part(u)], k)
+                best_ms, passes = min(times[4:]), int(states.ints[0, PASSES.value] + states.ints[0, TIES.value])
+                residual = residual_at(states.duals([beta]).each()[0], [Part(u)], k)
                 read_ms = 1e3 * passes * 4 * d / speed
                 cells = [d, beta, start, f"{best_ms:.4f}", f"{1e6 * best_ms / d:.4f}", passes, f"{read_ms:.4f}"]
                 cells += [f"{best_ms / read_ms:.2f}", f"{residual:.1e}"]

@@ -91,13 +91,12 @@ def passes_of(sparsifier: Sparsifier) -> int:
     """How often the last search of the threshold and the mask read the weights, ties included; two in plain torch."""
     if sparsifier.stats.phase == "finetune":
         return 0
-    states = [getattr(group.engine, "state", None) for group in sparsifier._run.plan.groups]
-    found = [state.ints for state in states if state is not None]
-    if not found:
+    topks = [part.topk for part in sparsifier._run.weights.solving if part.name == "triton"]  # type: ignore[attr-defined]
+    if not topks:
         return max(2, sparsifier.stats.passes)
-    from spartan.kernels.state import PASSES, TIES
+    from spartan.solvers.triton.state import PASSES, TIES
 
-    return max(int(ints[PASSES.value] + ints[TIES.value]) for ints in found)
+    return max(int((topk.states.ints[:, PASSES.value] + topk.states.ints[:, TIES.value]).max()) for topk in topks)
 
 
 class Run:

@@ -78,8 +78,8 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="side='rows' is unknown"):
         Channel("rows")
     with pytest.raises(ValueError, match=r"Channel\(\) is for weights that stand as outputs × inputs.* of weight"):
-        make_plan(nn.ConvTranspose1d(4, 4, 2), 0.5, pattern=Channel())
+        make_problem(nn.ConvTranspose1d(4, 4, 2), 0.5, pattern=Channel())
     with pytest.raises(ValueError, match=r"Channel\('in'\) has no meaning for 2 groups of inputs .*exclude"):
-        make_plan(nn.Conv2d(4, 4, 2, groups=2), 0.5, pattern=Channel("in"))
-    (group,) = make_plan(nn.Conv2d(4, 4, 2, groups=2), 0.5, pattern=Channel()).groups
-    assert group.units == [4]
+        make_problem(nn.Conv2d(4, 4, 2, groups=2), 0.5, pattern=Channel("in"))
+    problem = make_problem(nn.Conv2d(4, 4, 2, groups=2), 0.5, pattern=Channel())
+    assert problem.units == [4]

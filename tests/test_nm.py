@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import spartan
 from spartan import NM, Flops, Sparsifier, Spartan, TopKAST, cubic
-from spartan.problem.problem import make_problem
-from spartan.methods.base import vjp
 from spartan.methods.feather import Feather
 from spartan.methods.imp import IMP
 from spartan.methods.st3 import ST3
 from spartan.methods.static import Static
+from spartan.problem.problem import make_problem
+from tests.contract import oracle
 from tests.contract.cases import METHODS
 
 TAKES = [name for name, method in METHODS.items() if not method.refuses_nm]
@@ -113,9 +113,12 @@ def test_warm_up_lowers_n_in_steps() -> None:
 def test_n_at_a_density(m: int, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, m - 1))
     pattern, density = NM(n, m), data.draw(st.floats(n / m, 1.0))
-    assert n <= pattern.n_at(density) <= m
-    assert pattern.n_at(density) - 1 < m * density + 1e-6
-    assert (pattern.n_at(1.0 - pattern.sparsity), pattern.n_at(1.0), pattern.n_at(0.0)) == (n, m, n)
+    kept = pattern.density_at(density) * m
+    assert kept == pytest.approx(round(kept), abs=1e-12)
+    assert n <= round(kept) <= m
+    assert round(kept) - 1 < m * density + 1e-6
+    found = [pattern.density_at(x) for x in (1.0 - pattern.sparsity, 1.0, 0.0)]
+    assert found == [n / m, 1.0, n / m]
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 4), (3, 8)])
@@ -136,11 +139,11 @@ def test_spartan_solves_every_group_by_itself(beta: float) -> None:
     """w and its gradient are those of one soft top-k per group."""
     model, _, sparsifier = build(Spartan(beta=beta), NM(2, 4), warmup=0)
     run = sparsifier._run
-    ((group, thetas),) = run.groups()
+    (solver,) = run.weights.solving
+    thetas = solver.theta.views
     grads = [torch.randn_like(t) for t in thetas]
-    for target, theta, g, got in zip(
-        run.targets, thetas, grads, sparsifier.method.gradient(group, thetas, grads, run.at), strict=True
-    ):
+    turned = solver.turn(sparsifier.method.form(solver, run.at), [g.clone() for g in grads])
+    for target, theta, g, got in zip(run.problem.targets, thetas, grads, turned, strict=True):
         last = theta.movedim(1, -1).reshape(-1, 4).clone().requires_grad_()
         soft = torch.stack([row * spartan.soft_topk(row.abs(), 2, beta) for row in last])
         hard = torch.stack([spartan.hard_topk(row.abs(), 2) for row in last])
@@ -165,20 +168,23 @@ def test_spartan_meets_the_budget_of_every_group() -> None:
     for dtype, tol in ((torch.float32, 1e-6), (torch.float64, 1e-13)):
         model, optimizer, sparsifier = build(Spartan(beta=20.0), NM(2, 4), dtype, warmup=0)
         train(model, optimizer, range(5))
-        ((group, thetas),) = sparsifier._run.groups()
-        for mask in group.masks(group.scores(thetas)):
-            assert float((mask.double().view(-1, 4).sum(1) - 2).abs().max()) <= 2 * tol
+        (solver,) = sparsifier._run.weights.solving
+        mask = solver.pools.soft(solver.scores(), solver.dual)
+        assert mask.dtype == dtype
+        assert float((mask.double().view(-1, 4).sum(1) - 2).abs().max()) <= 2 * tol
 
 
 def test_topkast_backward_set_is_chosen_in_every_group() -> None:
     _, _, sparsifier = build(TopKAST(backward_sparsity=0.25), NM(1, 4), warmup=0)
     run = sparsifier._run
-    ((group, thetas),) = run.groups()
-    ones: list[Tensor | None] = [torch.ones_like(t) for t in thetas]
-    got = sparsifier.method.gradient(group, thetas, ones, run.at)
-    for a, b, theta in zip(got, vjp(sparsifier.method, group, thetas, ones, run.at), thetas, strict=True):
+    (solver,) = run.weights.solving
+    form, thetas = sparsifier.method.form(solver, run.at), solver.theta.views
+    ones = [torch.ones_like(t) for t in thetas]
+    leaves = [t.clone().requires_grad_() for t in thetas]
+    want = torch.autograd.grad(oracle.weights(solver, form, leaves), leaves, ones)
+    got = solver.turn(form, [t.clone() for t in ones])
+    for a, b, theta in zip(got, want, thetas, strict=True):
         assert a is not None
-        assert b is not None
         assert torch.equal(a, b)
         rows = a.movedim(1, -1).reshape(-1, 4)
         assert (rows.sum(1) == 3).all()
@@ -255,7 +261,7 @@ def test_budgets_and_costs_that_change_nothing(budget: Any, cost: Any) -> None:
     train(other, optimizer_other, range(STEPS))
     for a, b in zip(plain.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
-    assert sparsifier.stats.cost == sparsifier.stats.target_cost == 0.5 * sparsifier._run.plan.total
+    assert sparsifier.stats.cost == sparsifier.stats.target_cost == 0.5 * sparsifier._run.problem.total
 
 
 def test_prune() -> None:
@@ -316,11 +322,11 @@ class TestRefused:
 
     def test_transposed_convolutions(self) -> None:
         with pytest.raises(ValueError, match=r"not for the transposed ones of weight; .*exclude=\['weight'\]"):
-            make_plan(nn.ConvTranspose2d(8, 8, 2), 0.5, pattern=NM(2, 4))
+            make_problem(nn.ConvTranspose2d(8, 8, 2), 0.5, pattern=NM(2, 4))
 
     def test_depthwise_convolutions(self) -> None:
         with pytest.raises(ValueError, match="does not divide the 1 inputs"):
-            make_plan(nn.Conv2d(8, 8, 3, groups=8), 0.5, pattern=NM(2, 4))
+            make_problem(nn.Conv2d(8, 8, 3, groups=8), 0.5, pattern=NM(2, 4))
 
     @pytest.mark.parametrize(("n", "m"), [(0, 4), (4, 4), (5, 4), (-1, 4), (2.0, 4), (True, 4), ("2", "4")])
     def test_numbers(self, n: Any, m: Any) -> None:

@@ -15,10 +15,11 @@ from torch.nn.utils import parametrizations, prune
 import spartan
 from spartan import Block, Flops, Sparsifier, Spartan, Unstructured, constant, cosine, cubic, linear
 from spartan.problem.budgets import divide, erk
-from spartan.problem.problem import make_problem
 from spartan.problem.patterns import Pattern
+from spartan.problem.problem import make_problem
 from spartan.problem.schedules import Moment
 from spartan.problem.targets import find_targets
+from spartan.solvers.units import Units
 from tests.contract.cases import Net
 
 
@@ -133,9 +134,9 @@ class TestPatterns:
     def test_block_values_and_costs_are_those_of_the_paper(self) -> None:
         """Value: the sum of magnitudes; cost: the number of entries."""
         model = nn.Linear(4, 4, bias=False)
-        (group,) = make_plan(model, 0.5, pattern=Block(2, 2)).groups
-        assert group.unit_costs == [4.0]
-        (u,) = group.scores([model.weight.detach()])
+        problem = make_problem(model, 0.5, pattern=Block(2, 2))
+        assert problem.unit_costs == [4.0]
+        u = Units(problem).scores()
         torch.testing.assert_close(u * 4.0, Block(2, 2).reduce(model.weight.detach().abs()))
 
 
@@ -144,32 +145,32 @@ class TestCosts:
         model = nn.Sequential(
             nn.Conv2d(2, 4, 3), nn.ConvTranspose2d(4, 2, 2, stride=2), nn.Flatten(), nn.Linear(128, 3)
         )
-        plan = make_plan(model, 0.5, cost=Flops(torch.zeros(5, 2, 6, 6)))
-        assert plan.groups[0].prices == [16.0, 16.0, 1.0]  # 4×4 outputs, 4×4 inputs, one row
-        assert plan.total == 16 * 72 + 16 * 32 + 384
+        problem = make_problem(model, 0.5, cost=Flops(torch.zeros(5, 2, 6, 6)))
+        assert problem.prices == [16.0, 16.0, 1.0]  # 4×4 outputs, 4×4 inputs, one row
+        assert problem.total == 16 * 72 + 16 * 32 + 384
 
     def test_a_sequence_costs_its_tokens(self) -> None:
         layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        plan = make_plan(layer, 0.5, cost=Flops(torch.zeros(3, 7, 8)))
-        assert plan.groups[0].prices == [7.0] * 4
+        problem = make_problem(layer, 0.5, cost=Flops(torch.zeros(3, 7, 8)))
+        assert problem.prices == [7.0] * 4
 
     @pytest.mark.parametrize("power", [1.0, 0.5])
     def test_value_power(self, power: float) -> None:
         """p = 1 ranks by magnitude; p = 0.5 ranks dear parameters lower: u = c^(p−1)·|θ|."""
         model = Net().double()
         cost = Flops(torch.zeros(1, 2, 6, 6).double(), value_power=power)
-        (group,) = make_plan(model, 0.5, cost=cost).groups
-        u = group.scores([t.parameter.detach() for t in group.targets])[0]
+        problem = make_problem(model, 0.5, cost=cost)
+        u = Units(problem).scores()[problem.slices[0]]
         torch.testing.assert_close(u, 4.0 ** (power - 1) * model.conv.weight.detach().abs().reshape(-1))
 
     def test_a_layer_that_multiplies_nothing_is_named(self) -> None:
         model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2))
         with pytest.raises(ValueError, match=r"0.weight takes part in no multiplication.*exclude=\['0.weight'\]"):
-            make_plan(model, 0.5, include="*", cost=Flops(torch.zeros(1, 3, dtype=torch.long)))
+            make_problem(model, 0.5, include="*", cost=Flops(torch.zeros(1, 3, dtype=torch.long)))
 
     def test_a_table_by_name(self) -> None:
-        plan = make_plan(Net(), 0.5, cost={"conv.*": 3, "*": 1.0})
-        assert plan.groups[0].prices == [3.0, 1.0, 1.0]
+        problem = make_problem(Net(), 0.5, cost={"conv.*": 3, "*": 1.0})
+        assert problem.prices == [3.0, 1.0, 1.0]
 
     def test_count_model_makes_the_targets_sparser(self) -> None:
         torch.manual_seed(0)
@@ -270,10 +271,11 @@ class TestPrune:
     @pytest.mark.parametrize("budget", ["global", "uniform", "erk"])
     def test_is_exact(self, pattern: Pattern, budget: str) -> None:
         model = spartan.prune(Net(), 0.75, pattern=pattern, budget=budget)
-        plan = make_plan(model, 0.75, pattern=pattern, budget=budget)
-        for group in plan.groups:
-            kept = sum(int((pattern.reduce(t.parameter.detach().abs()) > 0).sum()) for t in group.targets)
-            assert kept == math.floor(group.total * (1 - group.sparsity) / group.unit_costs[0] + 1e-9)
+        problem = make_problem(model, 0.75, pattern=pattern, budget=budget)
+        for segment in problem.segments:
+            targets = [problem.targets[i] for i in segment.targets]
+            kept = sum(int((pattern.reduce(t.parameter.detach().abs()) > 0).sum()) for t in targets)
+            assert kept == math.floor(segment.total * (1 - segment.sparsity) / problem.unit_costs[0] + 1e-9)
 
     def test_keeps_the_largest(self) -> None:
         model = nn.Linear(10, 10)

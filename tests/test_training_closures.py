@@ -157,17 +157,16 @@ def test_an_error_in_a_closure_leaves_the_old_weights(
 class Interrupted(IMP):
     """IMP that is interrupted once while it chooses masks."""
 
-    def choose(self, group: Any, thetas: Any, at: Any) -> None:
-        if "interrupt" in group.tensors:
-            group.tensors.clear()
+    def choose(self, solver: Any, at: Any) -> None:
+        if solver.state.numbers.pop("interrupt", None):
             raise KeyboardInterrupt
-        super().choose(group, thetas, at)
+        super().choose(solver, at)
 
 
 def test_an_interrupt_while_masks_are_chosen_leaves_sparse_weights() -> None:
     model, optimizer, sparsifier = setup(Interrupted())
     train(model, optimizer, 6)
-    sparsifier._run.plan.groups[0].tensors["interrupt"] = torch.zeros(())
+    sparsifier._run.weights.solving[0].state.numbers["interrupt"] = 1
     loss_of(model, 6).backward()
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()

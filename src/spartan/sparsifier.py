@@ -58,7 +58,7 @@ class Sparsifier:
         warmup: fraction of total_steps over which the sparsity grows; None is the method's own.
         finetune: fraction of total_steps, at the end, with the mask fixed; None is the method's own.
         count: "targets", or "model": biases and norms count too, and the targets get sparser to make up for it.
-        min_density: fraction of a layer that is kept at least, where layers share a budget: one for all, or {glob: fraction}.
+        min_density: fraction of a layer that is kept at least, where layers share a budget; or {glob: fraction}.
         kernels: "auto" (Triton on a CUDA device, plain torch elsewhere), "torch" or "triton".
 
     Example:
@@ -140,7 +140,7 @@ class Sparsifier:
         self._undo: list[Callable[[], None]] = []
         self._round: set[int] = set()  # optimizers that have stepped since the schedule last advanced
         self._lent = False  # inside dense_weights()
-        self._final: tuple[Stats, list[Layer]] | None = None
+        self._final: tuple[Stats, list[Layer], str] | None = None
         self._run.write()
 
     # ------------------------------------------------------------------ the optimizer
@@ -250,7 +250,7 @@ class Sparsifier:
                 f"finalize() at step {at.step} of {at.total_steps}: {self.method.name} reaches the target density at "
                 f"step {sparse_at}; train on, or build the sparsifier with fewer total_steps"
             )
-        self._final = (self.stats, self.layers())
+        self._final = self.stats, self.layers(), self._run.path()
         self._run.gradients.close()
         self._run.weights.drop()
         for target in self._targets:
@@ -299,7 +299,8 @@ class Sparsifier:
         return self._run.weights.histogram(self._run.at, bins)
 
     def __repr__(self) -> str:
-        return describe(self.method, self.settings, self.stats, self.layers(), self._run.path())
+        path = self._run.path() if self._final is None else self._final[2]
+        return describe(self.method, self.settings, self.stats, self.layers(), path)
 
     # ------------------------------------------------------------------ saving
 

@@ -60,7 +60,9 @@ def per_unit(solver: TorchSolver, numbers: PerSegment) -> Tensor:
     """A factor per segment at each of its units."""
     each = numbers if isinstance(numbers, tuple) else (numbers,) * len(solver.problem.segments)
     owners = solver.problem.segment_of
-    return torch.cat([torch.full((n,), each[owners[i]], dtype=solver.dtype) for i, n in enumerate(solver.problem.units)])
+    return torch.cat(
+        [torch.full((n,), each[owners[i]], dtype=solver.dtype) for i, n in enumerate(solver.problem.units)]
+    )
 
 
 def factors(solver: TorchSolver, form: Form, where: Where) -> Tensor:
@@ -87,15 +89,13 @@ def weights(solver: TorchSolver, form: Form, thetas: Sequence[Tensor]) -> list[T
             through = [x * m for x, m in zip(psi, mask, strict=True)]
         return [straight_through(x, value) for x, value in zip(through, values, strict=True)]
     if form.mask is Mask.SOFT:
-        u = learned
-        if u is None:
-            sums = [solver.problem.reduce(i, x.abs()) * f for i, (x, f) in enumerate(zip(psi, solver.problem.factors))]
-            u = torch.cat(sums)
-        mask = soft_mask(solver, u)
+        each = enumerate(zip(psi, solver.problem.factors, strict=True))
+        u = torch.cat([solver.problem.reduce(i, x.abs()) * f for i, (x, f) in each]) if learned is None else learned
+        soft = soft_mask(solver, u)
     else:
         assert isinstance(form.mask, Stored)
-        mask = solver.state.per_unit[form.mask.name]
-    sigma = [x * m for x, m in zip(psi, entries_of(solver, mask), strict=True)]
+        soft = solver.state.per_unit[form.mask.name]
+    sigma = [x * m for x, m in zip(psi, entries_of(solver, soft), strict=True)]
     if hard is None:
         return sigma
     return [straight_through(s, masked(s.detach(), keep)) for s, keep in zip(sigma, hard, strict=True)]

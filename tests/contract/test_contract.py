@@ -88,7 +88,7 @@ def test_the_gradient_is_the_vjp_of_the_expression(case: Case) -> None:
     model, optimizer, sparsifier = case.build()
     for step in range(STEPS):
         run = sparsifier._run
-        (part,) = run.weights.parts
+        part: Any = run.weights.parts[0]
         if run.weights.frozen:
             leaves = [theta.clone().requires_grad_() for theta in part.thetas]
             weights = [part.spread(i, leaf * part.masks[i]) for i, leaf in enumerate(leaves)]
@@ -139,7 +139,7 @@ def test_a_closed_form_agrees_with_the_vjp_when_gradients_are_missing(case: Case
     grads[0] = None
     weights = oracle.weights(part, form, leaves)
     outputs = [(w, g) for w, g in zip(weights, grads, strict=True) if g is not None]
-    want = torch.autograd.grad([w for w, _ in outputs], leaves, [g for _, g in outputs], allow_unused=True)  # type: ignore[misc]
+    want = torch.autograd.grad([w for w, _ in outputs], leaves, [g for _, g in outputs], allow_unused=True)
     with torch.no_grad():
         got = part.turn(form, [None if g is None else g.clone() for g in grads])
     for a, b, zero in zip(got, want, map(torch.zeros_like, leaves), strict=True):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from threading import active_count
 from typing import Any
 
 import pytest
@@ -17,11 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from spartan import Sparsifier
-from spartan.ops.collective import Ranks, side_by_side
-from spartan.ops.parts import Part, Spread
+from spartan.distributed import Ranks
+from spartan.ops.parts import Part
 from spartan.ops.select import SORT_ALL, Boundary, boundary
-from spartan.sharding import Search
-from tests.distributed.cases import weights
+from spartan.problem.problem import Segment
+from spartan.solvers.sharded import Memory, ShardedPools, share_of
+from tests.distributed.cases import METHODS, weights
 from tests.distributed.workers import on
 
 LIMIT = 64 * 1024
@@ -58,39 +57,68 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def split(u: list[Tensor], cost: float, rank: int, cuts: Tensor) -> Spread:
-    """The units of this process: those that a random number gives it, all or none of them too."""
-    mine = [(c % dist.get_world_size() == rank).nonzero().flatten() for c in cuts.split([x.numel() for x in u])]
-    starts = [sum(x.numel() for x in u[:i]) for i in range(len(u))]
-    where = [lambda index, at=at, start=start: at[index] + start for at, start in zip(mine, starts, strict=True)]
-    parts = [Part(x[at], cost) for x, at in zip(u, mine, strict=True)]
-    return Spread(parts, [x.numel() for x in u], Ranks([dist.group.WORLD], [True] * len(u)), where)
+class Sharded:
+    """The parts of a problem that a search needs, with units wherever a random number puts them."""
+
+    def __init__(self, segments: list[list[tuple[Tensor, float]]], cuts: list[Tensor], rank: int) -> None:
+        whole = [x for segment in segments for x in segment]
+        mine = [(cut % dist.get_world_size() == rank).nonzero().flatten() for cut in cuts]
+        self.problem, self.device, self.mine = self, torch.device("cpu"), mine
+        self.ranks = Ranks([dist.group.WORLD], [True] * len(whole))
+        self.units, self.all_units = [len(at) for at in mine], [x.numel() for x, _ in whole]
+        self.unit_costs = [cost for _, cost in whole]
+        self.values = torch.cat([x[at] for (x, _), at in zip(whole, mine, strict=True)])
+        self.segments, self.first_position, first = [], [], 0
+        for segment in segments:
+            members = tuple(range(first, first + len(segment)))
+            total = math.fsum(x.numel() * cost for x, cost in segment)
+            self.segments.append(Segment(members, 0.0, total, total))
+            self.first_position += [sum(x.numel() for x, _ in segment[:i]) for i in range(len(segment))]
+            first += len(segment)
+        self.slices = [slice(sum(self.units[:i]), sum(self.units[: i + 1])) for i in range(len(whole))]
+
+    def members(self, segment: int) -> tuple[int, ...]:
+        return self.segments[segment].targets
+
+    def positions(self, i: int, device: torch.device, which: Tensor) -> Tensor:
+        return self.mine[i][which] + self.first_position[i]
 
 
-def same(found: Boundary, expected: Boundary, u: Tensor) -> bool:
-    a, b = found.threshold, expected.threshold
+def same(found: tuple[Boundary, tuple[float, float]], expected: Boundary, u: Tensor) -> bool:
+    edge, ends = found
+    a, b = edge.threshold, expected.threshold
     # One process looks for the next values near the threshold only, where there are many.
-    gaps = (found.gap_above, found.gap_below) == (expected.gap_above, expected.gap_below) or u.numel() > SORT_ALL
+    gaps = (edge.gap_above, edge.gap_below) == (expected.gap_above, expected.gap_below) or u.numel() > SORT_ALL
     exact = (a.value, a.cut) == (b.value, b.cut)
-    close = math.isclose(float(a.cost), float(b.cost)) and math.isclose(found.fraction, expected.fraction, abs_tol=1e-6)
-    return exact and gaps and close and found.ends in (None, (float(u.min()), float(u.max())))
+    close = math.isclose(a.cost, b.cost) and math.isclose(edge.fraction, expected.fraction, abs_tol=1e-6)
+    return exact and gaps and close and (math.isinf(a.value) or ends == (float(u.min()), float(u.max())))
 
 
 def searches(rank: int) -> list[str]:
+    """Every kind of scores in three segments at once: with one cost, with another, and with both."""
     wrong = []
-    for groups in (1, 200, 10_000):
+    for budget in (None, 200, 10_000):  # of so many segments, in bytes
         for name, score in SCORES.items():
-            search = Search(groups)  # it goes on from the last search, whether that helps or not
+            memory: list[Memory] = []  # it goes on from the last search, whether that helps or not
             for case in range(6):
                 torch.manual_seed(case)
-                n = (1, 2, 3, 40, 1000, 150_000 if groups == 1 else 5000)[case % 6]
-                u, cost = list(score(torch.randn(n)).split(max(1, n // 3))), (1.0, 0.3)[case % 2]
-                cuts = torch.randint(1 + case % 4, (n,))
+                n = (1, 2, 3, 40, 1000, 150_000 if budget is None else 5000)[case]
+                u = [list(score(torch.randn(n)).split(max(1, n // 3))) for _ in range(3)]
+                prices = [[1.0] * len(u[0]), [0.3] * len(u[1]), [(1.0, 0.25)[i % 2] for i in range(len(u[2]))]]
+                segments = [list(zip(x, c, strict=True)) for x, c in zip(u, prices, strict=True)]
+                cuts = [torch.randint(1 + case % 4, (x.numel(),)) for x in (*u[0], *u[1], *u[2])]
+                sharded = Sharded(segments, cuts, rank)
+                pools = ShardedPools(sharded)  # type: ignore[arg-type]
+                pools.share = pools.share if budget is None else share_of(budget)
                 for part in (0.0, 0.1, 1 / 3, 0.999):
-                    k = part * n * cost
-                    expected = boundary([Part(x, cost) for x in u], k)
-                    if not same(search.boundary(split(u, cost, rank, cuts), k), expected, torch.cat(u)):
-                        wrong.append(f"{name}, {groups} groups, case {case}, {part} of {n}")
+                    pools._memory = memory or pools._memory
+                    k = {s: part * segment.total for s, segment in enumerate(sharded.segments)}
+                    found = pools.boundaries(sharded.values, k)
+                    memory = pools._memory
+                    for s, segment in enumerate(segments):
+                        expected = boundary([Part(x, c) for x, c in segment], k[s])
+                        if not same(found[s], expected, torch.cat([x for x, _ in segment])):
+                            wrong.append(f"{name}, {budget} segments, case {case}, segment {s}, {part} of {n}")
     return wrong
 
 
@@ -98,68 +126,6 @@ def searches(rank: int) -> list[str]:
 def test_the_threshold_is_that_of_one_process(world: int) -> None:
     for wrong in on(world, searches):
         assert wrong == []
-
-
-# ---------------------------------------------------------------------- several jobs
-
-
-def several_jobs(rank: int) -> list[Any]:
-    everyone, half = Ranks([dist.group.WORLD], [True]), Ranks([dist.group.WORLD, dist.group.WORLD], [True])
-    told: dict[int, list[Any]] = {}
-
-    def job(i: int) -> None:
-        assert not torch.is_grad_enabled()
-        x = torch.full((i,), rank + 1.0)
-        told[i] = everyone.sum(x).tolist()
-        assert x.tolist() == told[i]  # in place
-        for _ in range(i % 3):  # some ask for less than others
-            told[i] += everyone.sum_told(torch.tensor([i + rank], dtype=torch.float64))
-        told[i] += everyone.largest_told(torch.tensor([i * rank, -rank], dtype=torch.int32))
-        told[i] += [int(everyone.smallest(torch.tensor(i + rank)))]
-        told[i] += half.sum_told(torch.ones(1))
-
-    with torch.no_grad():
-        for i in range(1, 8):
-            job(i)
-        one_by_one, told = told, {}
-        everyone.sent = 0
-        with counting() as sent:
-            side_by_side([partial(job, i) for i in range(1, 8)], everyone)
-    # 1 sum in float32, 2 in float64, the largest, the smallest; and one over two dimensions of a mesh.
-    return [told == one_by_one, len(sent), everyone.sent == sum(sent[:-2]), active_count()]
-
-
-def test_jobs_share_their_reductions() -> None:
-    first, second = on(2, several_jobs)
-    assert first == second == [True, 1 + 2 + 1 + 1 + 2, True, 1]
-
-
-def failing_jobs(rank: int) -> list[Any]:
-    everyone = Ranks([dist.group.WORLD], [True])
-    ended: list[str] = []
-
-    def patient() -> None:
-        try:
-            everyone.sum(torch.ones(1))
-            everyone.largest(torch.ones(1))
-        finally:
-            ended.append("patient")
-
-    def failing() -> None:
-        everyone.sum(torch.ones(1))
-        raise ValueError("no such mask")
-
-    try:
-        side_by_side([patient, failing, patient], everyone)
-    except ValueError as error:
-        ended.append(str(error))
-    alive = float(everyone.sum(torch.ones(1)))  # and the processes can still talk
-    return [sorted(ended), alive, active_count()]
-
-
-def test_the_error_of_one_job_ends_all() -> None:
-    for found in on(2, failing_jobs):
-        assert found == [["no such mask", "patient", "patient"], 2.0, 1]
 
 
 # ---------------------------------------------------------------------- whole models
@@ -207,15 +173,12 @@ def many_layers(rank: int, layers: int, budget: str) -> dict[str, Any]:
     many, sent, s = deep(rank, True, layers, budget)
     same = [all(torch.equal(a[n] != 0, b[n] != 0) for n in a) for a, b in zip(alone, many, strict=True)]
     off = max(float((a[n] - b[n]).abs().max()) for a, b in zip(alone, many, strict=True) for n in a)
-    # The masks of this moment once more, with all groups side by side.
-    run, jobs = s._run, []
-    before = [(g.threshold, g.dual) for g in run.plan.groups]
-    for group, thetas in run.groups():
-        jobs.append(partial(run.method.choose, group, thetas, run.at))
+    # The masks of this moment once more.
+    (solver,) = s._run.weights.solving
+    before = solver.solution()
     with torch.no_grad(), counting() as sizes:
-        side_by_side(jobs, run.ranks)
-    again = before == [(g.threshold, g.dual) for g in run.plan.groups]
-    return {"same": same, "off": off, "sent": sent, "again": again, "rounds": len(sizes)}
+        s._run.method.choose(solver, s._run.at)
+    return {"same": same, "off": off, "sent": sent, "again": before == solver.solution(), "rounds": len(sizes)}
 
 
 @pytest.mark.parametrize(("layers", "budget"), [(200, "erk"), (3, "global")])
@@ -228,3 +191,59 @@ def test_a_step_stays_under_64_kib(layers: int, budget: str) -> None:
         assert found["off"] <= 1e-12
         assert found["again"], "masks depend on who else is solved"
         assert found["rounds"] <= 12
+
+
+def rounds(rank: int, layers: int, budget: str) -> list[int]:
+    """The reductions of every step, masks and gradients."""
+    torch.manual_seed(0)
+    model = Deep(layers, 12).double()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    s = Sparsifier(model, 0.8, STEPS, budget=budget, warmup=0.0, finetune=0.0)
+    o = torch.optim.SGD(model.parameters(), lr=0.02)
+    s.attach(o)
+    found = []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        nn.functional.cross_entropy(
+            model(torch.randn(BATCH, 12, dtype=torch.float64)), torch.randint(3, (BATCH,))
+        ).backward()
+        with counting() as sizes:
+            o.step()
+        o.zero_grad()
+        found.append(len(sizes))
+    return found
+
+
+def test_the_reductions_of_a_step_do_not_depend_on_the_number_of_segments() -> None:
+    """With a budget for each of 3, 30 and 100 layers a step takes as many as with one, but for a round of the search."""
+    one = on(2, rounds, 100, "global")[0]
+    for layers in (3, 30, 100):
+        many = on(2, rounds, layers, "erk")[0]
+        assert all(abs(a - b) <= 3 for a, b in zip(one, many, strict=True)), (layers, one, many)
+        assert max(many) <= 14
+
+
+@pytest.mark.parametrize(
+    "method", ["topkast", "feather", "st3", "rigl", "movement", "probmask", "str", "spartan-learned"]
+)
+def test_nor_do_those_of_other_methods(method: str) -> None:
+    few, many = (on(2, rounds_of, layers, method)[0] for layers in (4, 40))
+    assert all(abs(a - b) <= 3 for a, b in zip(few, many, strict=True)), (few, many)
+
+
+def rounds_of(rank: int, layers: int, method: str) -> list[int]:
+    torch.manual_seed(0)
+    model = Deep(layers, 12).double()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    s = Sparsifier(model, 0.8, STEPS, METHODS[method], budget="uniform", warmup=0.0, finetune=0.0)
+    o = torch.optim.SGD(model.parameters(), lr=0.02)
+    s.attach(o)
+    found = []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        model(torch.randn(BATCH, 12, dtype=torch.float64)).square().mean().backward()
+        with counting() as sizes:
+            o.step()
+        o.zero_grad()
+        found.append(len(sizes))
+    return found

@@ -136,15 +136,14 @@ def insured(rank: int) -> bool:
     model: Any = shard(CASE.model(), "ddp")
     s, o = CASE.sparsifier(model)
     list(train(model, s, o, "ddp", range(5)))
-    s._run.masters[0].theta.add_(1e-9 * rank)
+    (solver,) = s._run.weights.solving
+    solver.theta.views[0].add_(1e-9 * rank)
     list(train(model, s, o, "ddp", range(5, 6)))
-    (group,) = s._run.plan.groups
-    assert group.threshold is not None
-    mine = torch.tensor([group.threshold.value, group.dual.center, group.dual.offset], dtype=torch.float64)  # type: ignore[union-attr]
+    mine = torch.cat((solver.a.value, solver.dual.center, solver.dual.offset))
     first = mine.clone()
     dist.broadcast(first, 0)
-    alone = group.select(group.scores([m.theta for m in s._run.masters]), group.k)
-    return torch.equal(mine, first) and bool(alone.value != group.threshold.value) == (rank == 1)
+    alone = solver.select(solver.k, solver.scores())
+    return torch.equal(mine, first) and bool(alone.value != solver.a.value) == (rank == 1)
 
 
 def bytes_sent(rank: int, width: int) -> list[int]:

@@ -12,7 +12,6 @@ from torch import nn
 
 from spartan import Block, Sparsifier, hard_topk, prune, soft_topk
 from tests.contract.cases import METHODS, Net, batch
-from tests.test_fused import STATEFUL
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 STEPS = 12
@@ -57,8 +56,6 @@ def test_operators_agree_with_the_cpu(dtype: torch.dtype, n: int) -> None:
 def test_training_agrees_with_the_cpu(method: str, pattern: Any) -> None:
     if METHODS[method].random:
         pytest.skip("draws other random numbers there")
-    if method in STATEFUL and pattern is None:
-        pytest.skip(f"a group is one tensor there, and this method {STATEFUL[method]}")
     here, optimizer, a = build("cpu", METHODS[method], pattern=pattern)
     there, optimizer_there, b = build("cuda", METHODS[method], pattern=pattern)
     train(here, optimizer, range(STEPS))

@@ -70,7 +70,7 @@ def test_a_solve_does_not_wait_for_the_device() -> None:
     u = torch.rand(1000, 4, device="cuda")
     rows.solve(u, 2, 10.0)
     with no_waiting():
-        center, offset = rows.solve(u, 2, 10.0)
-        rows.RowDual(10.0, center, offset, 4).mask(u.reshape(-1))
+        rows.solve(u, 2, 10.0)
         rows.top(u, 2)
-        rows.pull_rows(u.reshape(-1), u.reshape(-1), 4)
+        rows.below(u, 2)
+        rows.pull(u, u)

@@ -86,7 +86,7 @@ def test_the_mask_freezes_without_a_jump() -> None:
     before = {n: model.get_parameter(n).detach().clone() for n in NAMES}
     run = sparsifier._run
     with torch.no_grad():
-        run.masters = run._freeze()
+        run.weights.freeze(run.at)
         run.write()
     for name, w in before.items():
         assert torch.equal(model.get_parameter(name), w)

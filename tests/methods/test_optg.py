@@ -111,7 +111,7 @@ def test_any_optimizers_step_is_scaled_by_the_sigmoid() -> None:
         model(torch.randn(16, 8)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        scores.append(sparsifier._run.plan.groups[0].tensors["S0"])
+        scores.append(sparsifier._run.weights.solving[0].state.per_unit["S"])
     assert (scores[0].abs().max() < 1e-6).item()
     for t in (20, 39):  # Adam moves by about its learning rate
         moved = (scores[t] - scores[t - 1]).abs().max().item()

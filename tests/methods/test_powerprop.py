@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,11 @@ from spartan.app.report import write_report
 from spartan.app.train.config import RecipeError, load_recipe
 from spartan.app.train.loop import train
 from spartan.app.train.setup import build_method
-from spartan.groups import Group
 from spartan.methods import Method, as_method
 from spartan.methods.powerprop import Powerprop
 from spartan.problem.schedules import Moment
+from spartan.solvers.torch import TorchSolver
+from tests.contract import oracle
 from tests.contract.cases import Net, backward, batch
 from tests.test_algorithm_3 import spread, units
 
@@ -114,17 +114,30 @@ def test_the_gradient_is_the_inner_vjp_times_the_slope(inner: Any, pattern: Any)
     _, _, sparsifier = start(Powerprop(inner, alpha=2.5), 3, pattern=pattern)
     method, at = sparsifier.method, sparsifier._run.at
     assert isinstance(method, Powerprop)
+    (solver,) = sparsifier._run.weights.solving
     torch.manual_seed(1)
-    for group, thetas in sparsifier._run.groups():
-        grads = [torch.randn_like(t) for t in thetas]
-        leaves = [t.clone().requires_grad_() for t in thetas]
-        w = method.inner.weights(group, [t.sign() * t.abs() ** 2.5 for t in leaves], at)  # a plain expression of θ
-        expected = torch.autograd.grad(w, leaves, grads, allow_unused=True)
-        added = method.inner.penalty(group, method.psi(thetas), at) or [torch.zeros_like(t) for t in thetas]
-        for i, got in enumerate(method.gradient(group, thetas, grads, at)):
-            assert got is not None
-            slope = 2.5 * thetas[i].abs() ** 1.5
-            torch.testing.assert_close(got, expected[i] + added[i] * slope, rtol=1e-10, atol=1e-12)
+    thetas = solver.theta.views
+    grads = [torch.randn_like(t) for t in thetas]
+    leaves = [t.clone().requires_grad_() for t in thetas]
+    form = method.inner.form(solver, at)
+    w = oracle.weights(solver, form, leaves)  # a plain expression of θ
+    expected = torch.autograd.grad(w, leaves, grads, allow_unused=True)
+    with torch.no_grad():
+        turned = solver.turn(method.form(solver, at), grads)
+        added = solver.decay(form) if form.decay is not None else None
+    for i, got in enumerate(turned):
+        assert got is not None
+        torch.testing.assert_close(got, expected[i], rtol=1e-10, atol=1e-12)
+    want = oracle.decay(solver, form, thetas)
+    assert (added is None) == (want is None)
+    for a, b in zip(added or [], want or [], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    if isinstance(inner, TopKAST):
+        assert added is not None
+        slope = 2.5 * thetas[0].abs() ** 1.5
+        psi = thetas[0].sign() * thetas[0].abs() ** 2.5
+        kept = sparsifier.masks()["conv.weight"]
+        torch.testing.assert_close(added[0][kept], (0.1 * psi * slope)[kept])
 
 
 @pytest.mark.parametrize("inner", INNER)
@@ -183,10 +196,7 @@ def test_a_zero_has_a_gradient_of_zero(alpha: float) -> None:
     sparsifier.backward()
     assert not model.weight.grad[0].any()  # type: ignore[index]
     assert model.weight.grad[1:].all()  # type: ignore[index]
-    for group, thetas in sparsifier._run.groups():
-        leaf = thetas[0].clone().requires_grad_()
-        (found,) = torch.autograd.grad(method.weights(group, [leaf], sparsifier._run.at)[0].sum(), leaf)
-        assert torch.isfinite(found).all()
+    assert torch.isfinite(model.weight.grad).all()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pattern", [Unstructured(), Block(2, 2)], ids=["unstructured", "block"])
@@ -196,7 +206,7 @@ def test_the_mask_freezes_without_a_jump(inner: str, pattern: Any) -> None:
     before = {n: model.get_parameter(n).detach().clone() for n in NAMES}
     run = sparsifier._run
     with torch.no_grad():
-        run.masters = run._freeze()
+        run.weights.freeze(run.at)
         run.write()
     for name, w in before.items():
         torch.testing.assert_close(model.get_parameter(name), w, rtol=1e-14, atol=0)
@@ -216,7 +226,8 @@ def test_gradients_keep_their_scale_when_the_mask_freezes() -> None:
         found.append([model.get_parameter(n).grad.clone() for n in NAMES])  # type: ignore[union-attr]
         run = sparsifier._run
         with torch.no_grad():
-            run.masters = run._freeze() if not run.frozen else run.masters
+            if not run.weights.frozen:
+                run.weights.freeze(run.at)
             run.write()
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
@@ -252,10 +263,9 @@ def test_recipes(tmp_path: Path) -> None:
 class Shrinking(IMP):
     """Changes θ by itself."""
 
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
-        super().choose(group, thetas, at)
-        for theta in thetas:
-            theta.mul_(0.5)
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
+        super().choose(solver, at)
+        solver.rewrite(lambda _, theta: 0.5 * theta)
 
 
 def test_methods_that_change_the_dense_weights_are_refused() -> None:

@@ -13,9 +13,9 @@ from torch.func import functional_call
 
 from spartan import Block, Flops, Sparsifier, Unstructured
 from spartan.methods import probmask
-from spartan.methods._masks import random_ranks
 from spartan.methods.probmask import ProbMask
 from spartan.problem.schedules import Moment, linear
+from spartan.solvers.units import random_units
 from tests.contract.cases import Net, batch
 from tests.methods.test_movement import top_k
 from tests.test_algorithm_3 import POSITIONS, spread
@@ -120,9 +120,9 @@ def test_thirty_steps(side: int, cost: Any) -> None:
         warmup=W / T,
         finetune=1 - FREEZE / T,
     )
-    ((group, thetas),) = sparsifier._run.groups()
-    seed = sparsifier._run.at.seed
-    noise = [random_ranks(group, thetas, Moment(t, T, W, FREEZE, seed)) for t in range(T + 1)]
+    (solver,) = sparsifier._run.weights.solving
+    seed, sizes = sparsifier._run.at.seed, solver.problem.units
+    noise = [list(random_units(solver, Moment(t, T, W, FREEZE, seed)).split(sizes)) for t in range(T + 1)]
     expected = reference(start, side, POSITIONS if cost else dict.fromkeys(POSITIONS, 1.0), noise)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
     sparsifier.attach(optimizer)
@@ -133,8 +133,9 @@ def test_thirty_steps(side: int, cost: Any) -> None:
             if t >= FREEZE:
                 assert not got[~sparsifier.masks()[name]].any()
         if t < FREEZE:
-            expected_cost = sum(c * float(group.tensors[f"s{i}"].sum()) for i, c in enumerate(group.unit_costs))
-            assert expected_cost <= group.k * (1 + 1e-12)
+            each = solver.state.per_unit["s"].split(sizes)
+            expected_cost = sum(c * float(s.sum()) for s, c in zip(each, solver.problem.unit_costs, strict=True))
+            assert expected_cost <= solver.k[0] * (1 + 1e-12)
         x, y = batch(t)
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -160,13 +161,13 @@ def test_the_projection_is_exact(kind: str, costs: tuple[float, ...], dtype: tor
     model = nn.Sequential(*[nn.Linear(n // len(costs) // 50, 50, bias=False) for _ in costs])
     price = {f"{i}.weight": c for i, c in enumerate(costs)}
     sparsifier = Sparsifier(model, 0.9, 10, ProbMask(), cost=price, warmup=0.0, include=list(price))
-    (group,) = sparsifier._run.plan.groups
-    parts = list(s.split(n // len(costs)))
-    got = probmask.project(group, parts)
-    want = nearest({str(i): x.double() for i, x in enumerate(parts)}, {str(i): c for i, c in enumerate(costs)}, group.k)
+    (solver,) = sparsifier._run.weights.solving
+    parts, (k,) = list(s.split(n // len(costs))), solver.k
+    got = probmask.project(solver, s).split(n // len(costs))
+    want = nearest({str(i): x.double() for i, x in enumerate(parts)}, {str(i): c for i, c in enumerate(costs)}, k)
     spent = sum(c * float(x.sum(dtype=torch.float64)) for c, x in zip(costs, got, strict=True))
     exact = 1e-12 if dtype == torch.float64 else 1e-6
-    assert spent <= group.k * (1 + exact)
+    assert spent <= k * (1 + exact)
     for i, x in enumerate(got):
         assert x.dtype == dtype
         torch.testing.assert_close(x.double(), want[str(i)], rtol=0, atol=exact)
@@ -207,23 +208,23 @@ def test_the_samples_sharpen() -> None:
     """At a high temperature a mask is near its mean, at a low one near 0 or 1."""
     for tau, near in ((100.0, 0.0), (0.001, 1.0)):
         _, sparsifier, _ = trained(ProbMask(score_lr=0.0, temperature=tau), 40)
-        m = sparsifier._run.plan.groups[0].tensors["m0"]
+        m = sparsifier._run.weights.solving[0].state.per_unit["m"]
         assert ((m < 0.1) | (m > 0.9)).double().mean() == pytest.approx(near, abs=0.02)
         assert sparsifier.stats.beta == pytest.approx(1 / tau)
 
 
 def test_a_hard_sample_has_the_budget_on_average() -> None:
     _, sparsifier, _ = trained(ProbMask(score_lr=0.0, temperature=1e-4), 60)
-    assert sparsifier._run.plan.groups[0].tensors["m0"].mean().item() == pytest.approx(0.2, abs=0.05)
+    assert sparsifier._run.weights.solving[0].state.per_unit["m"].mean().item() == pytest.approx(0.2, abs=0.05)
 
 
 def test_probabilities_of_zero_leave_the_choice_to_the_magnitudes() -> None:
     _, sparsifier, _ = trained(ProbMask(), 0, warmup=0.0)
-    ((group, thetas),) = sparsifier._run.groups()
-    group.tensors["s0"] = torch.zeros(1000)
-    group.tensors["s0"][:7] = 0.5
-    (keep,) = sparsifier.method.keep(group, thetas)
-    rest = thetas[0].reshape(-1).abs().clone()
+    (solver,) = sparsifier._run.weights.solving
+    solver.state.per_unit["s"] = torch.zeros(1000)
+    solver.state.per_unit["s"][:7] = 0.5
+    keep = sparsifier.method.keep(solver, sparsifier._run.at)
+    rest = solver.theta.views[0].reshape(-1).abs().clone()
     assert keep[:7].all()
     assert int(keep.sum()) == 200
     assert rest[7:][keep[7:]].min() >= rest[7:][~keep[7:]].max()
@@ -232,10 +233,11 @@ def test_probabilities_of_zero_leave_the_choice_to_the_magnitudes() -> None:
 def test_a_second_look_changes_nothing() -> None:
     """`choose` runs again after `dense_weights()`; the probabilities must not learn twice from one gradient."""
     model, sparsifier, _ = trained(ProbMask(), 40)
-    before, s = model.weight.clone(), sparsifier._run.plan.groups[0].tensors["s0"].clone()
+    state = sparsifier._run.weights.solving[0].state
+    before, s = model.weight.clone(), state.per_unit["s"].clone()
     with sparsifier.dense_weights():
         pass
-    torch.testing.assert_close(sparsifier._run.plan.groups[0].tensors["s0"], s, rtol=0, atol=1e-6)
+    torch.testing.assert_close(state.per_unit["s"], s, rtol=0, atol=1e-6)
     torch.testing.assert_close(model.weight, before, rtol=1e-3, atol=1e-5)
 
 

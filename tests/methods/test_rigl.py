@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spartan import Block, Flops, Sparsifier, Unstructured, groups
+from spartan import Block, Flops, Sparsifier, Unstructured
 from spartan.methods import SET, RigL  # type: ignore[attr-defined]
+from spartan.problem import problem
 from tests.contract.cases import Net, batch
 from tests.methods.rewiring import NAMES, T, compare, cosine_down
 
@@ -70,12 +71,11 @@ def test_the_budget_holds_at_every_step_while_the_mask_changes(
     model, optimizer, sparsifier = start(method=method, budget=budget, pattern=pattern, cost=cost, warmup=warmup)
     masks = []
     for t in range(T):
-        at = 0
-        for group in sparsifier._run.plan.groups:
-            of = sparsifier._run.kept_units()[at : at + len(group.targets)]
-            at += len(group.targets)
-            spent = sum(n * c for n, c in zip(of, group.unit_costs, strict=True))
-            assert group.k - max(group.unit_costs) < spent <= group.k + 1e-6
+        run = sparsifier._run
+        kept, costs = run.kept_units(), run.problem.unit_costs
+        for segment, (k, _, _) in zip(run.problem.segments, run.weights.known(), strict=True):
+            spent = sum(kept[i] * costs[i] for i in segment.targets)
+            assert k - max(costs[i] for i in segment.targets) < spent <= k + 1e-6
         masks.append(sparsifier.masks())
         for n, mask in masks[-1].items():
             assert not model.get_parameter(n)[~mask].any()
@@ -117,17 +117,17 @@ def test_choosing_twice_at_a_step_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_a_fused_group_is_rewired_as_separate_tensors_are(
+def test_targets_worked_on_as_one_are_rewired_as_separate_ones_are(
     name: str, memory_format: torch.memory_format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = []
-    for fused in (False, True):
-        monkeypatch.setattr(groups, "_should_fuse", lambda targets, prices, pattern, fused=fused: fused)
+    for joined in (False, True):
+        monkeypatch.setattr(problem, "stands_by_memory", lambda target, joined=joined: joined)
         torch.manual_seed(0)
         model = Net().double().to(memory_format=memory_format)  # type: ignore[call-overload]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
         sparsifier = Sparsifier(model, 0.7, T, METHODS[name], budget="global").attach(optimizer)
-        assert sparsifier._run.plan.groups[0].fused == fused
+        assert sparsifier._run.weights.solving[0].joined == joined
         train(model, optimizer, range(T))
         models.append(model)
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
@@ -158,12 +158,14 @@ def test_two_optimizers_rewire_as_one_does() -> None:
 def test_gradients_that_come_in_two_parts_are_put_together() -> None:
     """As with two optimizers that have a backward pass each, where layers share a budget."""
     _, _, sparsifier = start(budget="global", method=RigL(every=1))
-    (group, thetas), *_ = sparsifier._run.groups()
-    g = [torch.randn_like(theta) for theta in thetas]
-    sparsifier.method.observe(group, thetas, [g[0], None, None], sparsifier._run.at)
-    sparsifier.method.observe(group, thetas, [None, g[1], None], sparsifier._run.at)
-    for i, want in enumerate([g[0], g[1], torch.zeros_like(g[2])]):
-        assert torch.equal(group.tensors[f"growth{i}"], want.abs().flatten())
+    (solver,) = sparsifier._run.weights.solving
+    g = [torch.randn_like(theta) for theta in solver.theta.views]
+    sparsifier.method.observe(solver, [g[0], None, None], sparsifier._run.at)
+    sparsifier.method.observe(solver, [None, g[1], None], sparsifier._run.at)
+    for found, want in zip(
+        solver.state.per_unit["growth"].split(solver.problem.units), [g[0], g[1], torch.zeros_like(g[2])], strict=True
+    ):
+        assert torch.equal(found, want.abs().flatten())
 
 
 def test_a_layer_that_the_loss_does_not_reach_keeps_its_mask() -> None:
@@ -184,7 +186,7 @@ def test_gradients_are_remembered_only_for_an_update() -> None:
     model, optimizer, sparsifier = start()
     for t in range(T):
         train(model, optimizer, range(t, t + 1))
-        assert not [key for g in sparsifier._run.plan.groups for key in g.tensors if key.startswith("growth")]
+        assert all("growth" not in part.state.per_unit for part in sparsifier._run.weights.parts)
 
 
 @pytest.mark.parametrize(

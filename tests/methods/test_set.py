@@ -14,8 +14,8 @@ from torch import Tensor
 
 from spartan import Block, Sparsifier, Unstructured
 from spartan.methods import SET  # type: ignore[attr-defined]
-from spartan.solvers.units import generator
 from spartan.problem.schedules import Moment
+from spartan.solvers.units import generator
 from tests.methods.rewiring import END, NAMES, T, compare, cosine_down
 
 

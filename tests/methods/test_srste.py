@@ -115,11 +115,19 @@ def test_it_is_added_once_however_gradients_are_accumulated() -> None:
     plain = {n: model.get_parameter(n).grad.clone() for n in NAMES}  # type: ignore[union-attr]
     sparsifier.backward()
     sparsifier.backward()
-    for name, mask in sparsifier.masks().items():
+    masks = sparsifier.masks()
+    optimizer.step()
+    after = {name: state["theta"].clone() for name, state in sparsifier.state_dict()["weights"].items()}
+    for name, mask in masks.items():
         want = plain[name] + torch.where(mask, 0.0, 0.5 * theta[name])
         grad = model.get_parameter(name).grad
         assert grad is not None
         torch.testing.assert_close(grad, want)
+        torch.testing.assert_close(after[name], theta[name] - LR * want)
+    optimizer.step()  # the same gradient again, with the decay that is in it
+    again = {name: state["theta"] for name, state in sparsifier.state_dict()["weights"].items()}
+    for name in masks:
+        torch.testing.assert_close(again[name], after[name] - LR * model.get_parameter(name).grad)  # type: ignore[operator]
 
 
 def test_a_finetune_phase_fixes_the_mask() -> None:

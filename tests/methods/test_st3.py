@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from spartan import Block, Sparsifier, Unstructured, cubic, linear
+from spartan.methods.st3 import ST3
+from spartan.problem import problem
 from spartan.problem.problem import make_problem
-from spartan.methods.st3 import ST3, channel_scales
 from spartan.problem.schedules import Schedule
+from spartan.solvers.masks import row_scales
+from spartan.solvers.units import Units
 from tests.contract.cases import Net, batch
 from tests.methods.following import follow
 
@@ -138,19 +141,20 @@ def test_everything_kept_is_no_shrinkage(method: str) -> None:
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_a_fused_group_has_the_same_channels(channels_last: bool) -> None:
+def test_targets_worked_on_as_one_have_the_same_channels(channels_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 6, 2), nn.Linear(6, 5)).double()
     if channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    (one,) = make_plan(model, 0.5).groups
-    flat_order = [t.parameter.detach().as_strided((t.numel,), (1,)) for t in one.targets]
-    fused = type(one)(one.targets, one.pattern, one.prices, one.power, one.sparsity, fused=True)
-    thetas = [t.parameter.detach() for t in one.targets]
-    keep = [theta.abs().reshape(-1) > 0.1 for theta in thetas]
-    want = channel_scales(one, thetas, keep)
-    flat = torch.cat(flat_order)
-    (found,) = channel_scales(fused, [flat], [flat.abs() > 0.1])
-    for target, piece, scale in zip(one.targets, found.split([t.numel for t in one.targets]), want, strict=True):
-        back = piece.as_strided(target.shape, target.parameter.stride(), piece.storage_offset())
-        torch.testing.assert_close(back, scale.reshape(target.shape))
+    found = []
+    for joined in (False, True):
+        monkeypatch.setattr(problem, "stands_by_memory", lambda target, joined=joined: joined)
+        units = Units(make_problem(model, 0.5))
+        assert units.joined == joined
+        scales = row_scales(units, units.scores() > 0.1)
+        found.append(units.per_target(units.spread(scales)))
+    for one, other, target in zip(*found, units.problem.targets, strict=True):
+        torch.testing.assert_close(one, other)
+        theta = target.parameter.detach().flatten(1).abs()
+        r = (torch.where(theta > 0.1, theta, 0.0).mean(1) + 1e-6) / (theta.mean(1) + 1e-6)
+        torch.testing.assert_close(one.flatten(1), (1.01 / (r + 0.01))[:, None].expand_as(theta))

@@ -12,8 +12,8 @@ from torch.func import functional_call
 
 import spartan
 from spartan import Block, Sparsifier, Unstructured
-from spartan.problem.problem import make_problem
 from spartan.methods.soft_threshold import STR
+from spartan.problem import problem
 from tests.contract.cases import Net, batch
 from tests.methods.following import follow
 
@@ -94,10 +94,10 @@ def test_thirty_steps(init: float, side: int, exact: bool) -> None:
     method = STR(exact=exact, init=init)
     sparsifier = Sparsifier(model, SPARSITY, T, method, pattern=pattern, warmup=W / T, finetune=1 - FREEZE / T)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
-    (group,) = sparsifier._run.plan.groups
+    state = sparsifier._run.weights.solving[0].state
     for t, _ in follow(model, sparsifier, expected, optimizer, zeros=True):
-        torch.testing.assert_close(group.learned["s"].detach(), thresholds[t], rtol=0, atol=1e-10)
-    assert len({round(x, 9) for x in group.learned["s"].tolist()}) == 3, "each layer learns a threshold of its own"
+        torch.testing.assert_close(state.learned_per_target["s"].detach(), thresholds[t], rtol=0, atol=1e-10)
+    assert len({round(x, 9) for x in state.learned_per_target["s"].tolist()}) == 3, "each layer has its own"
 
 
 def test_the_learned_thresholds_move_the_budget_between_layers() -> None:
@@ -105,10 +105,10 @@ def test_the_learned_thresholds_move_the_budget_between_layers() -> None:
     model = Net().double()
     sparsifier = Sparsifier(model, SPARSITY, 10, "str", warmup=0)
     before = [layer.kept for layer in sparsifier.layers()]
-    (group,) = sparsifier._run.plan.groups
+    (solver,) = sparsifier._run.weights.solving
     with torch.no_grad():
-        group.learned["s"][0] = -1.0  # a higher threshold for the convolution
-    sparsifier._run.choose()
+        solver.state.learned_per_target["s"][0] = -1.0  # a higher threshold for the convolution
+    sparsifier._run.solve()
     after = [layer.kept for layer in sparsifier.layers()]
     assert sum(after) == sum(before)
     assert after[0] < before[0]
@@ -125,28 +125,29 @@ def test_its_own_form_promises_no_sparsity() -> None:
     sparsifier.finalize()
 
 
-def test_a_fused_group_has_one_threshold_per_layer() -> None:
-    torch.manual_seed(0)
-    (one,) = make_plan(Net().double(), SPARSITY).groups
-    fused = type(one)(one.targets, one.pattern, one.prices, one.power, one.sparsity, fused=True)
-    method = STR()
-    thetas = [t.parameter.detach() for t in one.targets]
-    flat = [torch.cat([t.reshape(-1) for t in thetas])]
-    at = spartan.problem.schedules.Moment.start(10, 0.0, 0.0, 0)
-    for group, mine in ((one, thetas), (fused, flat)):
-        group.k = group.total * (1 - SPARSITY)
-        method.setup(group, mine, at)
+def test_targets_worked_on_as_one_have_a_threshold_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator, where all weights are one tensor."""
+    found = []
+    for joined in (False, True):
+        monkeypatch.setattr(problem, "stands_by_memory", lambda target, joined=joined: joined)
+        torch.manual_seed(0)
+        sparsifier = Sparsifier(Net().double(), SPARSITY, 10, STR(), warmup=0)
+        (solver,) = sparsifier._run.weights.solving
+        assert solver.joined == joined
         with torch.no_grad():
-            group.learned["s"].copy_(torch.tensor([-1.0, -2.0, -3.0]))
-            method.choose(group, mine, at)
-    grads = [torch.randn_like(t) for t in thetas]
-    want, got = method.weights(one, thetas, at), method.weights(fused, flat, at)
-    assert torch.equal(torch.cat([w.reshape(-1) for w in want]), got[0])
-    one_grads = method.gradient(one, thetas, grads, at)
-    (flat_grad,) = method.gradient(fused, flat, [torch.cat([g.reshape(-1) for g in grads])], at)
-    assert flat_grad is not None
-    torch.testing.assert_close(torch.cat([g.reshape(-1) for g in one_grads if g is not None]), flat_grad)
-    torch.testing.assert_close(one.learned["s"].grad, fused.learned["s"].grad)
+            solver.state.learned_per_target["s"].copy_(torch.tensor([-1.0, -2.0, -3.0]))
+        sparsifier._run.solve()
+        form = STR().form(solver, sparsifier._run.at)
+        torch.manual_seed(1)
+        grads = [torch.randn_like(t) for t in solver.theta.views]
+        with torch.no_grad():
+            weights, turned = solver.weights(form), solver.turn(form, grads)
+        found.append((weights, [g for g in turned if g is not None], solver.state.learned_per_target["s"].grad))
+    (want, grads, s), (got, joined_grads, joined_s) = found
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    for a, b in zip(grads, joined_grads, strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(s, joined_s)
 
 
 def test_its_own_form_gets_sparse_by_the_decay_of_its_thresholds() -> None:

@@ -14,8 +14,8 @@ from torch.func import functional_call
 
 import spartan
 from spartan import Block, Sparsifier, Unstructured
-from spartan.problem.patterns.heads import Heads
 from spartan.methods import SViTE  # type: ignore[attr-defined]
+from spartan.problem.patterns.heads import Heads
 from tests.methods.rewiring import DECAY, LR, MOMENTUM, NAMES, T, compare
 
 HEADS, WIDTH, TOKENS, END = 4, 8, 5, 32
@@ -163,8 +163,8 @@ def test_the_score_of_a_head_is_that_of_its_output() -> None:
     assert out.grad is not None
     want = (out * out.grad).unflatten(2, (HEADS, ROWS)).sum((0, 1, 3)).abs()
     sparsifier.backward()
-    group = sparsifier._run.plan.groups[0]
-    torch.testing.assert_close(group.tensors["taylor0"] * (3 * ROWS * WIDTH), want.detach())
+    taylor = sparsifier._run.weights.solving[0].state.per_unit["taylor"]
+    torch.testing.assert_close(taylor * (3 * ROWS * WIDTH), want.detach())
 
 
 @pytest.mark.parametrize("importance", [None, "magnitude", "taylor"])

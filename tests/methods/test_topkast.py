@@ -124,6 +124,7 @@ def three_steps(kind: str, fused: bool = False) -> dict[str, Tensor]:
         ("explicit", False),
         ("micro-batches", False),
         ("scaled-step", False),
+        ("scaled-step", True),
         ("scaled-unscale", False),
         ("scaled-unscale", True),
     ],
@@ -137,11 +138,17 @@ def test_the_penalty_is_added_once_and_not_scaled(kind: str, fused: bool) -> Non
 def test_layers_that_the_loss_does_not_reach_feel_the_penalty_of_their_group() -> None:
     model = net()
     sparsifier = Sparsifier(model, 0.75, 20, TopKAST(exploration=0.5), warmup=0)
-    sparsifier.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsifier.attach(optimizer)
     theta, mask = thetas(sparsifier)["4.weight"], sparsifier.masks()["4.weight"]
     model[0].weight.square().sum().backward()
     sparsifier.backward()
+    assert model[4].weight.grad is None  # the penalty comes in the step
+    optimizer.step()
     torch.testing.assert_close(model[4].weight.grad, torch.where(mask, 0.5 * theta, 2.0 * theta))
+    torch.testing.assert_close(
+        thetas(sparsifier)["4.weight"], theta - 0.1 * torch.where(mask, 0.5 * theta, 2.0 * theta)
+    )
 
 
 class NoLookAtValues(TorchDispatchMode):
@@ -154,11 +161,13 @@ class NoLookAtValues(TorchDispatchMode):
 
 def test_the_penalty_needs_no_look_at_the_device() -> None:
     sparsifier = Sparsifier(net(), 0.75, 20, TopKAST(exploration=0.5), warmup=0)
-    for group, theta in sparsifier._run.groups():
-        with NoLookAtValues():
-            sparsifier.method.gradient(group, theta, [torch.ones_like(t) for t in theta], sparsifier._run.at)
-        with pytest.raises(AssertionError), NoLookAtValues():
-            bool(theta[0].any())
+    (solver,) = sparsifier._run.weights.solving
+    form = sparsifier.method.form(solver, sparsifier._run.at)
+    with NoLookAtValues():
+        solver.turn(form, [torch.ones_like(t) for t in solver.theta.views])
+        solver._per_unit(form.decay.b)  # type: ignore[union-attr]
+    with pytest.raises(AssertionError), NoLookAtValues():
+        bool(solver.theta.views[0].any())
 
 
 # ---------------------------------------------------------------------- masks that stay for a while

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import InitVar, dataclass
 from typing import Any
 
@@ -86,7 +87,19 @@ class Powerprop(Method):
     def setup(self, solver: TorchSolver, at: Moment) -> None:
         """θ = sign(w)·|w|^(1/α); what the solver shows the inner method from then on is ψ."""
         solver.rewrite(lambda _, theta: theta.sign() * theta.abs().pow(1.0 / self.alpha))
-        self.inner.setup(solver, at)
+        with self._untouched(solver):
+            self.inner.setup(solver, at)
+
+    @contextmanager
+    def _untouched(self, solver: TorchSolver) -> Iterator[None]:
+        """What an inner method writes into θ would not be what it means: it sees ψ."""
+        before = [theta._version for theta in solver.theta.views]
+        yield
+        if before != [theta._version for theta in solver.theta.views]:
+            raise RuntimeError(
+                f"Powerprop: {self.inner.name} changes the dense weights themselves, which cannot go through a power; "
+                "use it by itself"
+            )
 
     def check(self, problem: Problem) -> None:
         """The inner method's."""
@@ -98,7 +111,8 @@ class Powerprop(Method):
 
     def choose(self, solver: TorchSolver, at: Moment) -> None:
         """The inner method's."""
-        self.inner.choose(solver, at)
+        with self._untouched(solver):
+            self.inner.choose(solver, at)
 
     def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:
         """The inner method's."""

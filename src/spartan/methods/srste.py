@@ -24,9 +24,7 @@ class SRSTE(Method):
     pattern. As in the paper, masks change to the end and there is no warm-up; `warmup` and `finetune` give either. One
     budget over a whole model at 98% wants a warm-up: without it layers may lose all their weights at once.
 
-    The decay is added once per optimizer step, when gradients become those for θ, after they are accumulated, and is
-    not scaled with the loss. With a GradScaler, call `scaler.unscale_(optimizer)` first; fused optimizers need it,
-    others unscale by themselves before they step.
+    The decay is added in the optimizer's step, once, after gradients are accumulated, unscaled and clipped.
 
     Args:
         decay: λ, on the scale of SGD's `weight_decay`, which comes on top. 0 is the plain straight-through estimator,

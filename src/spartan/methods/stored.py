@@ -80,14 +80,14 @@ class Rewiring(StoredMasks):
             return
         kept = state.per_unit["mask"]
         cost = solver.cost_of(kept)
-        fraction = self.fraction_at(at)
+        fraction, wanted = self.fraction_at(at), solver.max_by_segment(growth) > -math.inf
         room = fraction * cost
         if self.rounds_up and fraction > 0:
             dearest = [max(solver.problem.unit_costs[i] for i in s.targets) for s in solver.problem.segments]
             room = room + (1.0 - 1e-6) * solver.constant(dearest)
-        stay = kept & ~solver.top(torch.minimum(room, cost), -importance, among=kept)
+        stay = kept & ~solver.top(torch.where(wanted, torch.minimum(room, cost), 0.0), -importance, among=kept)
         left = (send(solver.k, solver.device) - solver.cost_of(stay)).clamp(min=0.0)
-        new = stay | solver.top(left, growth, among=~stay)
+        new = stay | solver.top(torch.where(wanted, left, 0.0), growth, among=~stay)
         self.begin(solver, new & ~old)
         state.per_unit["mask"] = new
 
@@ -96,7 +96,7 @@ class Rewiring(StoredMasks):
         return solver.scores()
 
     def growth(self, solver: TorchSolver, at: Moment) -> Tensor | None:
-        """A rank per unit: which come first to fill the budget again. None changes nothing."""
+        """A rank per unit: which come first to fill the budget again. None changes nothing, nor does −∞ in a segment."""
         raise NotImplementedError
 
     def begin(self, solver: TorchSolver, grown: Tensor) -> None:
@@ -113,8 +113,14 @@ class ByGradient(Rewiring):
 
     def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:
         """Remember Σ|g| of every unit if the mask is rewired after this step."""
-        if self.updates_at(at.step + 1, at) and any(g is not None for g in grads):
-            self.remember(solver, "growth", solver.magnitudes(solver.dense(grads)), grads)
+        if not self.updates_at(at.step + 1, at) or all(g is None for g in grads):
+            return
+        problem, found = solver.problem, solver.magnitudes(solver.dense(grads))
+        # A segment that the loss has not reached has nothing to go by.
+        reached = [int(any(grads[i] is not None for i in segment.targets)) for segment in problem.segments]
+        if not all(reached):
+            found = torch.where(solver.at_units(solver.constant(reached)) > 0, found, -math.inf)
+        self.remember(solver, "growth", found, grads)
 
     def remember(self, solver: TorchSolver, what: str, units: Tensor, grads: Grads) -> None:
         """Keep one number per unit until the mask is rewired.

@@ -31,9 +31,7 @@ class TopKAST(Method):
     top, on all units; set it to 0 for the targets to leave those outside B alone. The penalty ends where finetuning
     begins.
 
-    It is added once per optimizer step, when gradients become those for θ, after they are accumulated, and is not
-    scaled with the loss. With a GradScaler, call `scaler.unscale_(optimizer)` first, as the README does; fused
-    optimizers need it, others unscale by themselves before they step.
+    It is added in the optimizer's step, once, after gradients are accumulated, unscaled and clipped.
 
     Args:
         backward_sparsity: fraction that gets no gradient; 0, the best setting of the paper, updates everything. It
@@ -72,7 +70,7 @@ class TopKAST(Method):
             raise ValueError(f"TopKAST: every={self.every!r} is not a number of optimizer steps; an int ≥ 1 is needed")
 
     @property
-    def linear(self) -> bool:  # type: ignore[override]
+    def linear(self) -> bool:
         """The penalty does not scale with the loss."""
         return not self.exploration
 

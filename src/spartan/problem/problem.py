@@ -79,6 +79,9 @@ class Problem:
         self.all_units = [t.numel // n for t, n in zip(self.targets, self.sizes, strict=True)]
         # u = v / c_unit = factor · Σ|θ|
         self.factors = [c ** (self.value_power - 1.0) / n for c, n in zip(self.prices, self.sizes, strict=True)]
+        # Ties are cut by position in the weight. On an accelerator single weights stand in the order of memory instead, so
+        # that they are read as they lie; where that is row-major, as it mostly is, both are the same.
+        self.by_memory = self.pattern.single and all(stands_by_memory(t) for t in self.targets)
         # Where weights lie in shards: the processes that hold the others, and where units stand in the whole.
         self.ranks = Ranks.of([t.parameter for t in self.targets])
         self.places: list[Place] = []
@@ -133,18 +136,14 @@ class Problem:
 
     def reduce(self, i: int, x: Tensor) -> Tensor:
         """The sum over each unit of target i of a tensor of its local shape."""
-        target = self.targets[i]
-        # Ties are cut by position. Single weights stand in the order of memory, so that they are read as they lie.
-        if self.pattern.single and not is_dtensor(target.parameter):
-            return target.flatten(x)
-        return self.pattern.reduce(x)
+        return self.targets[i].flatten(x) if self.by_memory else self.pattern.reduce(x)
 
     def expand(self, i: int, units: Tensor) -> Tensor:
         """Each unit's entry at all its places in target i."""
         target = self.targets[i]
-        if self.pattern.single and not is_dtensor(target.parameter):
-            return target.unflatten(units.contiguous())
-        return self.pattern.expand(units, target.local.shape)
+        return (
+            target.unflatten(units.contiguous()) if self.by_memory else self.pattern.expand(units, target.local.shape)
+        )
 
     def positions(self, i: int, device: torch.device, which: Tensor | None = None) -> Tensor:
         """The positions, in their segment, of these units of target i, or of all of them on this process."""
@@ -174,11 +173,10 @@ class Problem:
         for number in numbers:
             segment = self.segments[number]
             segments.append(replace(segment, targets=tuple(mine.index(i) for i in segment.targets)))
-        lists = ([each[i] for i in mine] for each in (self.targets, self.prices, self.floors))
-        targets, prices, floors = lists
-        return Problem(
-            targets, self.pattern, prices, self.value_power, segments, floors, 0, 0, [self.numbers[i] for i in mine]
-        )  # type: ignore[arg-type]
+        targets = [self.targets[i] for i in mine]
+        prices, floors = [self.prices[i] for i in mine], [self.floors[i] for i in mine]
+        places = [self.numbers[i] for i in mine]
+        return Problem(targets, self.pattern, prices, self.value_power, segments, floors, 0, 0, places)
 
     # ------------------------------------------------------------------ layers at their least density
 
@@ -209,6 +207,11 @@ class Problem:
                 alone.append(Segment((i,), 0.0, costs[i], costs[i], costs[i] - floor, -1 - self.numbers[i]))
         self.segments = [segment for segment in shared if segment.targets] + alone
         self._divide()
+
+
+def stands_by_memory(target: Target) -> bool:
+    """Whether the entries of a weight have the order of its memory."""
+    return target.parameter.device.type != "cpu" and not is_dtensor(target.parameter)
 
 
 def make_problem(

@@ -1,1 +1,1 @@
-"""How a problem is answered: in plain torch, in chunks on a CPU, over shards, or by Triton kernels; one interface for all."""
+"""How a problem is answered: in plain torch, in chunks on a CPU, over shards, or by Triton kernels; one interface."""

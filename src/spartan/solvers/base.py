@@ -118,8 +118,11 @@ def check_kernels(kernels: str) -> str:
     return kernels
 
 
-def why_no_kernels(problem: Problem, kernels: str) -> str:
-    """Why Triton's kernels cannot work on these weights; "" where they can, if they have the pattern."""
+def why_no_kernels(problem: Problem, kernels: str, frozen: bool = False) -> str:
+    """Why Triton's kernels cannot work on these weights; "" where they can, if they have the pattern.
+
+    With the mask fixed any order of memory will do.
+    """
     device = problem.targets[0].parameter.device
     if kernels == "torch":
         return "kernels='torch'"
@@ -132,5 +135,10 @@ def why_no_kernels(problem: Problem, kernels: str) -> str:
     dtypes = {t.parameter.dtype for t in problem.targets}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
         return f"weights of {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}"
-    gaps = next((t.name for t in problem.targets if t.dense_stride is None), None)
-    return "" if gaps is None else f"{gaps} has gaps in its memory"
+    for target in problem.targets:
+        if target.dense_stride is None:
+            return f"{target.name} has gaps in its memory"
+        # The order that ties are cut by.
+        if problem.pattern.single and not problem.by_memory and not target.parameter.is_contiguous() and not frozen:
+            return f"{target.name} is not in row-major order"
+    return ""

@@ -39,7 +39,7 @@ def frozen_solver_for(
     problem: Problem, flags: Flags, kernels: str, kept: Sequence[tuple[Tensor, Tensor, Tensor]]
 ) -> FrozenSolver:
     """The solver of a part whose masks are fixed, from θ, the mask and the places of the kept entries of each target."""
-    why = why_no_kernels(problem, kernels)
+    why = why_no_kernels(problem, kernels, frozen=True)
     if not why:
         from spartan.solvers.triton.frozen import FrozenTritonSolver
 

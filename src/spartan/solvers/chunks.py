@@ -76,8 +76,8 @@ class ChunkSolver(TorchSolver):
             return "not float32 or float64 on a CPU"
         if not problem.pattern.single:
             return "units of several weights"
-        if not problem.ranks.alone or any(t.dense_stride is None for t in problem.targets):
-            return "weights in shards, or with gaps in their memory"
+        if not problem.ranks.alone or not all(t.parameter.is_contiguous() for t in problem.targets):
+            return "weights in shards, or not in row-major order"
         return "few weights" if sum(problem.units) <= WORTH else ""
 
     def _cut_up(self) -> list[Piece]:

@@ -163,7 +163,8 @@ class Pools:
     def keep(self, ranks: Tensor, chosen: Selection) -> Tensor:
         """Bool per unit: what a selection keeps."""
         found, on_host = [], ranks.device.type == "cpu"
-        values, cuts = (chosen.value.tolist(), chosen.cut.tolist()) if on_host else (chosen.value, chosen.cut)
+        values: Any = chosen.value.tolist() if on_host else chosen.value
+        cuts: Any = chosen.cut.tolist() if on_host else chosen.cut
         for here, s, start, target in self.problem.stretches:
             u, value, cut = ranks[here], values[s], cuts[s]
             if on_host and start is not None:
@@ -191,6 +192,8 @@ class Pools:
         This is the selection's value, unless units equal to it are kept: then the next smaller rank.
         """
         value = self.units.at_units(chosen.value).to(ranks.dtype)
+        if ranks.device.type == "cpu" and not chosen.cut.any():  # the host knows that nothing equal to it is kept
+            return value
         smaller = self.units.max_by_segment(torch.where(ranks < value, ranks, -math.inf))
         return self.units.at_units(torch.where(chosen.cut > 0, smaller, chosen.value.to(ranks.dtype)))
 
@@ -210,8 +213,8 @@ class Pools:
         return units.of_targets(ratio[owners] * costs).to(pulls.dtype)
 
     def restored(
-        self, chosen: Sequence[dict[str, float]] | None, duals: Sequence[dict[str, float]] | None
-    ) -> tuple[Selection | None, Duals | None]:
+        self, chosen: Sequence[dict[str, Any]] | None, duals: Sequence[dict[str, Any]] | None
+    ) -> tuple[Any, Any]:
         """What `saved` gave, of every segment."""
         device = self.units.device
         a = None if chosen is None else Selection.of([Threshold(**{**x, "cut": int(x["cut"])}) for x in chosen], device)

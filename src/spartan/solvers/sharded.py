@@ -58,6 +58,7 @@ class ShardedPools(Pools):
     def __init__(self, units: Units) -> None:
         super().__init__(units)
         self._memory = [Memory() for _ in self.problem.segments]
+        self.share = share_of(len(self.problem.segments))
 
     def counted(self, ranks: Tensor, segment: int) -> list[Part]:
         """The units of a segment that this process counts."""
@@ -107,8 +108,7 @@ class ShardedPools(Pools):
         counts = [sum(problem.all_units[i] for i in members if problem.unit_costs[i] == price) for price in prices]
         keys = _by_price(self.counted(ranks, s), prices, [key_of(part.u) for part in self.counted(ranks, s)])
         limits = torch.iinfo(keys[0].dtype)
-        share = max(int(BYTES / len(problem.segments) - BESIDE) // (6 * 8), 1)  # six rounds are seldom needed
-        return Bracket(limits.min, limits.max, counts, prices, k, keys, min(share, MOST_WORDS))
+        return Bracket(limits.min, limits.max, counts, prices, k, keys, self.share)
 
     def _guess(self, live: Mapping[int, Bracket]) -> None:
         """Tell brackets where to look first: where the last searches make one expect it, or where samples do."""
@@ -152,6 +152,11 @@ class ShardedPools(Pools):
         for s, bracket, cut in searches:
             found[s] = -cut.key, bracket.cost_of(bracket.larger) + cut.cost_of(cut.larger)
         return found
+
+
+def share_of(segments: int) -> int:
+    """The most numbers of 8 bytes that each of so many segments sends in a round; six rounds are seldom needed."""
+    return min(max(int(BYTES / segments - BESIDE) // (6 * 8), 1), MOST_WORDS)
 
 
 @dataclass

@@ -17,21 +17,22 @@ from spartan.problem.targets import Target
 class Theta:
     """θ of some targets.
 
-    `views` has one tensor per target, shaped and laid out as it is. Where all are of one kind they lie end to end in `flat`,
-    in the order of memory, so that an operation on all of them is one.
+    `views` has one tensor per target, shaped and laid out as it is. If they are to be joined, and are of one kind, they lie
+    end to end in `flat`, in the order of memory, so that an operation on all of them is one.
 
     Args:
         targets: whose weights.
+        join: whether to lay them end to end.
         alias: whether θ is the parameter itself, because w = θ always.
     """
 
-    def __init__(self, targets: Sequence[Target], alias: bool = False) -> None:
+    def __init__(self, targets: Sequence[Target], join: bool, alias: bool = False) -> None:
         self.targets = list(targets)
         here = [t.local for t in targets]
         self.flat: Tensor | None = None
         if alias:
             self.views = here
-        elif len({(x.dtype, x.device) for x in here}) == 1:
+        elif join and len({(x.dtype, x.device) for x in here}) == 1:
             self.flat = torch.cat([t.flatten(x) for t, x in zip(targets, here, strict=True)])
             self.views = self.split(self.flat)
         else:

@@ -43,15 +43,15 @@ class Units:
     """
 
     def __init__(self, problem: Problem, alias: bool = False) -> None:
-        self.problem, self.theta, self.state = problem, Theta(problem.targets, alias), MethodState()
+        # On an accelerator a launch per target takes longer than the work; on a CPU tensors that fit the cache one by one
+        # are faster. Slabs are what is worked on at a time.
+        self.problem, self.theta, self.state = problem, Theta(problem.targets, problem.by_memory, alias), MethodState()
+        self.joined = self.theta.flat is not None
         here = [t.local for t in problem.targets]
         self.device = here[0].device
         # Solves never run in half precision.
         self.dtype = torch.float64 if any(x.dtype == torch.float64 for x in here) else torch.float32
         self.count = sum(problem.units)
-        # On an accelerator a launch per target takes longer than the work; on a CPU tensors that fit the cache one by one
-        # are faster. Slabs are what is worked on at a time.
-        self.joined = problem.pattern.single and self.theta.flat is not None and self.device.type != "cpu"
         self._constants: dict[tuple[float, ...], Tensor] = {}
         self.power = 1.0  # α, where methods see ψ = sign(θ)·|θ|^α in the place of θ
 
@@ -185,7 +185,7 @@ def random_units(units: Units, at: Moment) -> Tensor:
             drawn = torch.rand(problem.all_units[i], generator=rng, device=units.device)
             if problem.places:
                 drawn = problem.places[i].cut_out(drawn)
-            elif problem.pattern.single:
+            elif problem.by_memory:
                 drawn = problem.reduce(i, drawn.view(problem.targets[i].shape))
             found[i] = drawn
     return found[0] if len(found) == 1 else torch.cat(found)

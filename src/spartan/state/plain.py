@@ -41,11 +41,9 @@ def pack(settings: Mapping[str, Any], run: Run) -> dict[str, Any]:
         state["numbers"] |= part.state.numbers
         for kind in UNITS:
             for key, x in getattr(part.state, kind).items():
-                pieces = x.detach().split(problem.units)
-                found = {
-                    t.name: saved_units(problem, i, piece) for i, (t, piece) in enumerate(zip(problem.targets, pieces))
-                }
-                state[kind].setdefault(key, {}).update(found)
+                by_target = state[kind].setdefault(key, {})
+                for i, piece in enumerate(x.detach().split(problem.units)):
+                    by_target[problem.targets[i].name] = saved_units(problem, i, piece)
         for kind in TARGETS:
             for key, x in getattr(part.state, kind).items():
                 found = dict(zip((t.name for t in problem.targets), x.detach().tolist(), strict=True))
@@ -68,7 +66,7 @@ def saved_units(problem: Problem, i: int, units: Tensor) -> Tensor:
         place = problem.places[i]
         matrix = units.reshape(place.rows.numel(), place.columns.numel())
         return as_dtensor(parameter, matrix.contiguous(), place.whole)
-    if problem.pattern.single:
+    if problem.by_memory:
         return problem.pattern.reduce(problem.expand(i, units)).clone()
     return units.clone()
 
@@ -80,7 +78,7 @@ def loaded_units(problem: Problem, i: int, saved: Tensor) -> Tensor:
         return local(same_placement(parameter, saved)).reshape(-1)
     if problem.places:
         return problem.places[i].cut_out(saved.reshape(-1))
-    if problem.pattern.single:
+    if problem.by_memory:
         return problem.reduce(i, saved.reshape(problem.targets[i].shape))
     return saved.reshape(-1)
 
@@ -179,12 +177,10 @@ def _restore_state(state: Mapping[str, Any], solver: TorchSolver) -> None:
     mine.per_unit = {key: torch.cat(each[key]) for key in state["per_unit"]}
     for key, parameter in mine.learned.items():
         parameter.copy_(torch.cat(each[key]))
-    numbers = {
-        key: torch.tensor([by[name] for name in names], dtype=torch.float64) for key, by in state["per_target"].items()
-    }
-    mine.per_target = numbers
+    numbers = {kind: {key: [by[name] for name in names] for key, by in state[kind].items()} for kind in TARGETS}
+    mine.per_target = {key: torch.tensor(x, dtype=torch.float64) for key, x in numbers["per_target"].items()}
     for key, parameter in mine.learned_per_target.items():
-        parameter.copy_(torch.tensor([state["learned_per_target"][key][name] for name in names], dtype=torch.float64))
+        parameter.copy_(torch.tensor(numbers["learned_per_target"][key], dtype=torch.float64))
 
 
 def as_dense(state: Mapping[str, Tensor], shape: tuple[int, ...]) -> Mapping[str, Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,10 @@ from torch.optim import Optimizer
 from spartan.distributed import is_dtensor, like, local, own_part
 from spartan.problem.problem import Problem
 from spartan.problem.targets import clean_name, unwrap
-from spartan.sparsifier import Sparsifier
 from spartan.state.plain import UNITS, as_dense, loaded_units, saved_units
+
+if TYPE_CHECKING:
+    from spartan.sparsifier import Sparsifier
 
 
 def save_sharded(
@@ -76,7 +78,8 @@ def load_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer, spa
     if "rest" not in found:
         raise ValueError(f"folder={str(folder)!r} holds no training state of save_sharded(); it has {list(found)[:4]}")
     targets: dict[str, Tensor] = {t.name: t.parameter for t in sparsifier._run.problem.targets}
-    parameters = {t.name: t.parameter for t in _trained(model, optimizer, sparsifier)} | _model_tensors(model) | targets
+    parameters = _model_tensors(model)  # first: it makes FSDP2 let go of whole weights that a forward pass has left
+    parameters |= {t.name: t.parameter for t in _trained(model, optimizer, sparsifier)} | targets
     state: dict[str, Any] = {}
     for key, entry in found.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -117,12 +120,9 @@ def load_whole(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer,
         raise ValueError(f"state: it belongs to another model; only one of the two has {', '.join(odd[:4])}")
     unwrap(model).load_state_dict({name: _part(mine[name], value) for name, value in saved.items()})
     sparsifier.load_state_dict(state["sparsifier"])
-    of = {}
-    for i, (trained, values) in enumerate(
-        zip(_trained(model, optimizer, sparsifier), _in_order(state["optimizer"]), strict=True)
-    ):
-        of[i] = {key: trained.part_of(value) for key, value in values.items()}
-    optimizer.load_state_dict({**state["optimizer"], "state": {i: values for i, values in of.items() if values}})
+    found = zip(_trained(model, optimizer, sparsifier), _in_order(state["optimizer"]), strict=True)
+    of = [{key: trained.part_of(value) for key, value in values.items()} for trained, values in found]
+    optimizer.load_state_dict({**state["optimizer"], "state": {i: values for i, values in enumerate(of) if values}})
 
 
 def _in_order(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

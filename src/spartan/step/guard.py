@@ -145,9 +145,8 @@ class Guard:
         if wait:
             for seen, flags in zip(self._seen, (self.weights.bad, self.weights.residuals), strict=True):
                 seen.copy_(flags)
-        elif self.weights.bad.device.type == "cuda":
-            if self._arrived is None or not self._arrived.query():
-                return
+        elif self.weights.bad.device.type == "cuda" and (self._arrived is None or not self._arrived.query()):
+            return
         self._arrived = None
         self._look_at_residuals()
         gradient, weight = self._seen[0].tolist()
@@ -173,8 +172,9 @@ class Guard:
         worst, row = max((abs(numbers[1]), i) for i, numbers in enumerate(self._seen[1].tolist()))
         if worst > FAR:
             self._warned = True
+            segment = self.weights.segment_of_row(row)
             warnings.warn(
-                f"the soft mask of segment {self.weights.segment_of_row(row)} was {worst:.2%} off its budget at step {self._step} or shortly before "
+                f"the soft mask of segment {segment} was {worst:.2%} off its budget at step {self._step} or shortly before "
                 "(the hard one is exact all the same); β is probably too large for these weights' precision",
                 RuntimeWarning,
                 stacklevel=3,

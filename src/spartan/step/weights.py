@@ -141,7 +141,7 @@ class Weights:
 
     # ------------------------------------------------------------------ looking
 
-    def known(self) -> list[tuple[float, dict[str, float] | None, dict[str, float] | None]]:
+    def known(self) -> list[tuple[float, dict[str, Any] | None, dict[str, Any] | None]]:
         """k, the selection and the dual of every segment, as plain numbers."""
         found = []
         for part in self.parts:

@@ -97,7 +97,7 @@ class Pattern(ABC):
         name, *arguments = value.split(":") if isinstance(value, str) else [""]
         if not cls.name or name != cls.name:
             return None
-        fields = [f for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else []
+        fields: list[Any] = [f for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else []
         if len(arguments) > len(fields):
             raise ValueError(
                 f"{value!r} has more than the {len(fields)} arguments of {cls.__name__}; write {cls.spelling}"

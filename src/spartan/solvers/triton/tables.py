@@ -20,7 +20,7 @@ class Pieces:
     """Tensors of given sizes cut into pieces of at most `length` entries, a multiple of `smallest`, in order of position.
 
     `table` has a row per piece: its tensor, where in that tensor it starts, how long it is, and its position among all
-    entries of its segment. `segments` tells which segment that is, where there are several; `costs` and `factors` repeat what
+    entries of its segment. `segments` tells which one that is, where there are several; `costs` and `factors` repeat what
     is given per tensor, `kinds` tells which of the different `prices` it has. `limits` has a row per segment: its pieces,
     its prices and its tensors, each from the first to the one past the last. With `programs`, pieces also end where the
     entries are divided evenly among so many, and `shares` has the first piece of each, and the end. `even` tells that

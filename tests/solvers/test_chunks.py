@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from spartan import IMP, Flops, Sparsifier, Spartan, TopKAST, constant, linear, soft_topk
-from spartan.kernels import chunk_engine
-from spartan.kernels.chunk_engine import ChunkEngine
 from spartan.methods.base import Method
+from spartan.ops.newton import logit, rest_of_step
 from spartan.ops.parts import Part
 from spartan.ops.select import boundary
-from spartan.ops.soft_topk import logit, moments, residual_at, rest_of_step
+from spartan.ops.soft_topk import moments, residual_at
+from spartan.solvers import chunks
+from spartan.solvers.chunks import ChunkSolver
+from spartan.solvers.forms import KEPT, VJP, Form, Mask
+from tests.solvers.building import build, problem_of, set_theta, weights_of
 
 METHODS = {
     "spartan": Spartan(beta=linear(1, 200)),
@@ -32,7 +35,7 @@ METHODS = {
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several to a tensor, the last one short."""
-    monkeypatch.setattr(chunk_engine, "CHUNK", 5000)
+    monkeypatch.setattr(chunks, "CHUNK", 5000)
 
 
 def run(
@@ -80,10 +83,11 @@ def test_a_run_is_the_same(name: str, options: dict[str, Any]) -> None:
 
 def test_what_runs() -> None:
     _, _, sparsifier, _ = run("auto", METHODS["spartan"], steps=1)
-    assert "by torch in chunks that fit the cache" in repr(sparsifier)
-    assert "by plain torch (kernels='torch')" in repr(run("torch", METHODS["spartan"], steps=0)[2])
-    several = repr(run("auto", METHODS["spartan"], steps=0, budget="uniform")[2])
-    assert "torch in chunks that fit the cache: 1 of 3 groups" in several  # the others have too few weights
+    assert "by chunks\n" in repr(sparsifier)
+    assert "by torch (kernels='torch')\n" in repr(run("torch", METHODS["spartan"], steps=0)[2])
+    assert "by chunks\n" in repr(run("auto", METHODS["spartan"], steps=0, budget="uniform")[2])
+    soft = repr(run("auto", METHODS["spartan-soft"], steps=0)[2])
+    assert "by chunks for thresholds, torch for the method's own masks" in soft
 
 
 @pytest.mark.parametrize("name", ["spartan", "imp"])
@@ -105,110 +109,118 @@ def moved(tensors: list[Tensor], scale: float, seed: int) -> list[Tensor]:
     return [t * (1 + scale * torch.randn(t.shape, generator=rng)) for t in tensors]
 
 
+@pytest.mark.parametrize("owners", [[0, 0, 0], [0, 1, 1]], ids=["one segment", "two"])
 @pytest.mark.parametrize("costs", [[1.0, 1.0, 1.0], [1.0, 2.5, 0.3]])
 @pytest.mark.parametrize("scale", [1e-4, 1e-2, 0.5])
-def test_thresholds_are_exact_from_wherever_the_search_starts(scale: float, costs: list[float]) -> None:
+def test_thresholds_are_exact_from_wherever_the_search_starts(
+    scale: float, costs: list[float], owners: list[int]
+) -> None:
     """Small moves are followed within the window; large ones leave it, and are found all the same."""
     tensors = moved([torch.ones(12_001), torch.ones(30, 100), torch.ones(7)], 1.0, 0)
-    thetas = [t.clone() for t in tensors]
-    engine = ChunkEngine(thetas, thetas, costs, [1.0] * 3)
+    solver = build(ChunkSolver, problem_of(tensors, prices=costs, owners=owners))
     for step in range(6):
         tensors = moved(tensors, scale, step + 1)
         if step == 4:
             tensors = [(8 * t).round() / 8 for t in tensors]  # ties
-        for theta, t in zip(thetas, tensors, strict=True):
-            theta.copy_(t)
-        k, beta = (0.2 - 0.01 * step) * engine.total, 5.0 * 3**step
-        threshold, dual = engine.choose(k, beta)
-        parts = [Part(t.abs().reshape(-1), c) for t, c in zip(tensors, costs, strict=True)]
-        expected = boundary(parts, k).threshold
-        assert (threshold.value, threshold.cut) == (expected.value, expected.cut)
-        assert threshold.cost == pytest.approx(expected.cost, rel=1e-12)
-        assert dual is not None
-        assert residual_at(dual, parts, k) <= 2e-6 or beta > 400
-        assert engine.choose(k, None)[1] is None
-        engine.restore(threshold, dual)
+        set_theta(solver, tensors)
+        segments = solver.problem.segments
+        k, beta = [(0.2 - 0.01 * step) * s.total for s in segments], 5.0 * 3**step
+        solver.solve(k, [beta] * len(k))
+        for s, segment in enumerate(segments):
+            parts = [Part(tensors[i].abs().reshape(-1), costs[i]) for i in segment.targets]
+            expected = boundary(parts, k[s]).threshold
+            assert (solver.a.value[s], solver.a.cut[s]) == (expected.value, expected.cut)
+            assert float(solver.a.cost[s]) == pytest.approx(expected.cost, rel=1e-12)
+            assert residual_at(solver.dual.each()[s], parts, k[s]) <= 2e-6 or beta > 400
+        solution = solver.solution()
+        solver.solve(k)
+        assert solver.dual is None
+        solver.go_on_from(solution)
 
 
 def test_nothing_and_everything() -> None:
-    theta = torch.randn(12_000, generator=torch.Generator().manual_seed(0))
-    engine = ChunkEngine([theta], [theta], [1.0], [1.0])
+    theta = torch.randn(12_000, generator=torch.Generator().manual_seed(0)).view(-1, 1)
+    solver = build(ChunkSolver, problem_of([theta]))
     for k in (1000.0, 0.0, 12_000.0, 11_999.0, 500.5, 0.0, 1.0):
-        threshold, dual = engine.choose(k, 3.0)
-        assert int(threshold.keep(theta.abs()).sum()) == int(k)
-        assert dual is not None
-        assert float(dual.mask(theta.abs()).sum()) == pytest.approx(k, rel=1e-5)
-    theta.fill_(0.5)
+        solver.solve([k], [3.0])
+        assert int(solver.kept(Form()).sum()) == int(k)
+        assert float(solver.pools.soft(solver.scores(), solver.dual).sum()) == pytest.approx(k, rel=1e-5)
+    set_theta(solver, [torch.full_like(theta, 0.5)])
     for k in (1000.0, 999.0):
-        threshold, dual = engine.choose(k, 3.0)
-        assert int(threshold.keep(theta.abs()).sum()) == k
-        assert dual is not None
-        assert float(dual.mask(theta.abs()).sum()) == pytest.approx(k, rel=1e-5)
+        solver.solve([k], [3.0])
+        assert int(solver.kept(Form()).sum()) == k
+        assert float(solver.pools.soft(solver.scores(), solver.dual).sum()) == pytest.approx(k, rel=1e-5)
 
 
 @pytest.mark.parametrize("costs", [[1.0, 1.0], [1.0, 2.5]])
 def test_ties_at_the_threshold_are_cut_by_position_without_starting_anew(costs: list[float]) -> None:
     """Some of 25 million float32 weights are equal to the threshold in one step of ten."""
     rng = torch.Generator().manual_seed(0)
-    thetas = [torch.randn(12_345, generator=rng), torch.randn(777, generator=rng)]
-    engine = ChunkEngine(thetas, thetas, costs, [1.0, 1.0])
-    k = 0.2 * engine.total
-    value = float(engine.choose(k, None)[0].value)
+    thetas = [torch.randn(12_345, 1, generator=rng), torch.randn(777, 1, generator=rng)]
+    solver = build(ChunkSolver, problem_of(thetas, prices=costs))
+    k = 0.2 * solver.problem.total
+    solver.solve([k])
+    value = float(solver.a.value)
     for theta in thetas:
         near = (theta.abs() - value).abs() < 0.02
         theta[near] = value * theta[near].sign()
         assert int(near.sum()) > 2
-    parts = [Part(t.abs(), c) for t, c in zip(thetas, costs, strict=True)]
+    set_theta(solver, thetas)
+    parts = [Part(t.abs().view(-1), c) for t, c in zip(thetas, costs, strict=True)]
     cuts = set()
     for room in (-20.0, -7.5, -1.0, -0.4, 0.0, 1.0, 2.0, 7.5, 20.0):
         expected = boundary(parts, k + room).threshold
-        found = engine._first_pass(k + room, None)[0]
-        assert found is not None
+        found = solver._first_pass([k + room], {})[0]
         assert (found.value, found.cut) == (expected.value, expected.cut) == (value, expected.cut)
         cuts.add(found.cut)
     assert len(cuts) > 3
 
 
 @pytest.mark.parametrize("soft", [False, True])
-@pytest.mark.parametrize("factor", [1.0, 0.37])
-def test_what_is_not_kept_is_plus_zero(factor: float, soft: bool) -> None:
+@pytest.mark.parametrize("price", [1.0, 7.0])
+def test_what_is_not_kept_is_plus_zero(price: float, soft: bool) -> None:
     rng = torch.Generator().manual_seed(0)
-    thetas = [(8 * torch.randn(n, generator=rng)).round() / 8 for n in (12_345, 50)]  # ties, zeros of both signs
-    parameters = [torch.full_like(t, -1.0) for t in thetas]
-    engine = ChunkEngine(parameters, thetas, [1.0, 1.0], [factor, factor])
-    u = torch.cat(thetas).abs() * factor
+    thetas = [(8 * torch.randn(n, 1, generator=rng)).round() / 8 for n in (12_345, 50)]  # ties, zeros of both signs
+    solver = build(ChunkSolver, problem_of(thetas, prices=[price, price], value_power=0.5))
+    with torch.no_grad():
+        for w in weights_of(solver):
+            w.fill_(-1.0)
+    u, flat = solver.scores(), torch.cat(thetas).view(-1)
+    torch.testing.assert_close(u, flat.abs() * price**-0.5)
     for k in (0.0, 1234.0, 1235.0, 12_000.0, 12_395.0):
-        threshold, dual = engine.choose(k, 3.0)
-        assert dual is not None
-        kept = threshold.keep(u)
+        solver.solve([k * price], [3.0])
+        kept = solver.kept(Form())
         assert int(kept.sum()) == k
-        engine.project(soft)
-        w = torch.cat(thetas) * dual.mask(u) if soft else torch.cat(thetas)
-        torch.testing.assert_close(torch.cat(parameters), torch.where(kept, w, 0.0), rtol=1e-5, atol=0.0)
-        assert not torch.cat(parameters)[~kept].signbit().any()
+        solver.write(Form(Mask.SOFT, VJP.THROUGH) if soft else Form())
+        w = flat * solver.pools.soft(u, solver.dual) if soft else flat
+        found = torch.cat(weights_of(solver)).view(-1)
+        torch.testing.assert_close(found, torch.where(kept, w, 0.0), rtol=1e-5, atol=0.0)
+        assert not found[~kept].signbit().any()
         grads = [torch.full_like(t, -torch.inf) for t in thetas]
-        engine.where_kept(grads)
-        assert torch.equal(torch.cat(grads), torch.where(kept, -torch.inf, 0.0))
-        assert not torch.cat(grads)[~kept].signbit().any()
+        assert all(a is b for a, b in zip(solver.turn(Form(Mask.ONE, KEPT), grads), grads, strict=True))  # in place
+        turned = torch.cat(grads).view(-1)
+        assert torch.equal(turned, torch.where(kept, -torch.inf, 0.0))
+        assert not turned[~kept].signbit().any()
 
 
 @pytest.mark.parametrize("beta", [1.0, 20.0, 300.0])
 def test_gradients_are_those_of_autograd(beta: float) -> None:
     """Against float64; β·τ is above and below what decides how the line is written."""
     rng = torch.Generator().manual_seed(0)
-    costs, factors = [1.0, 2.5], [1.0, 0.37]
-    thetas = [torch.randn(n, generator=rng) for n in (12_345, 777)]
+    costs = [1.0, 2.5]
+    thetas = [torch.randn(n, 1, generator=rng) for n in (12_345, 777)]
     grads = [torch.randn(t.shape, generator=rng) for t in thetas]
-    engine = ChunkEngine(thetas, thetas, costs, factors)
-    k = 0.2 * engine.total
-    engine.choose(k, 0.99 * beta)
-    engine.choose(k, beta)
-    whole = torch.cat(thetas).double().requires_grad_()
-    f, c = (torch.cat([torch.full_like(t, x) for t, x in zip(thetas, of, strict=True)]) for of in (factors, costs))
+    given = torch.cat(grads).view(-1).double()
+    solver = build(ChunkSolver, problem_of(thetas, prices=costs, value_power=0.2))
+    factors, k = [c ** (0.2 - 1.0) for c in costs], 0.2 * solver.problem.total
+    solver.solve([k], [0.99 * beta])
+    solver.solve([k], [beta])
+    whole = torch.cat(thetas).view(-1).double().requires_grad_()
+    f, c = (torch.cat([torch.full((len(t),), x) for t, x in zip(thetas, of, strict=True)]) for of in (factors, costs))
     m = soft_topk(whole.abs() * f.double() * c.double(), k, beta, costs=c.double())
-    (expected,) = torch.autograd.grad(whole * m, whole, torch.cat(grads).double())
-    engine.through_mask(grads)
-    error = (torch.cat(grads) - expected).abs().max() / expected.abs().max()
+    (expected,) = torch.autograd.grad(whole * m, whole, given)
+    solver.turn(Form(Mask.SOFT, VJP.THROUGH), grads)
+    error = (torch.cat(grads).view(-1) - expected).abs().max() / expected.abs().max()
     assert error < 5e-7 * max(beta, 4.0)  # β times the rounding of u
 
 

@@ -1,28 +1,28 @@
-"""A budget for every layer: many groups, with the kernels of all of them launched at once, against plain torch."""
+"""A budget for every layer: many segments in the same launches, against plain torch."""
 
 from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from spartan import IMP, NM, Block, Sparsifier, Spartan, TopKAST, Unstructured, groups, linear
-from spartan.groups import Group
-from spartan.kernels.state import States
-from spartan.kernels.topk import TopK
+from spartan import IMP, NM, Block, Sparsifier, Spartan, TopKAST, Unstructured, linear
 from spartan.methods import SET, ST3, STR, Feather, Method, RigL  # type: ignore[attr-defined]
 from spartan.ops.parts import Part
-from spartan.ops.select import boundary
+from spartan.ops.select import Threshold, boundary
 from spartan.ops.soft_topk import residual_at
+from spartan.problem import problem
 from spartan.problem.patterns import Pattern
 from spartan.problem.schedules import Moment
-from tests.kernels import DEVICE
+from spartan.solvers.torch import TorchSolver
+from spartan.solvers.triton.topk import TopK
+from tests.solvers.triton import DEVICE
 from tests.waiting import check_no_step_waits
 
 pytestmark = pytest.mark.filterwarnings(
@@ -44,12 +44,8 @@ METHODS: dict[str, Method] = {
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A weight in another order than row-major is fused on a GPU only, and so is a group of several; here always."""
-
-    def fuse(targets: Any, prices: Any, pattern: Any) -> bool:
-        return isinstance(pattern, Unstructured) and (len(targets) > 1 or not targets[0].parameter.is_contiguous())
-
-    monkeypatch.setattr(groups, "_should_fuse", fuse)
+    """On a GPU single weights stand in the order of memory, and are worked on as one tensor; here always."""
+    monkeypatch.setattr(problem, "stands_by_memory", lambda target: True)
 
 
 def net(channels_last: bool = True) -> nn.Sequential:
@@ -103,9 +99,10 @@ def test_a_run_is_the_same_in_any_order_of_memory(name: str) -> None:
     if METHODS[name].random:  # drawn by the order of units
         fast.load_state_dict(plain.state_dict())
         of_fast.load_state_dict(of_plain.state_dict())
-    assert [g.fused for g in of_fast._run.plan.groups] == [True, False, True, False, False]
+    assert len(of_fast._run.problem.segments) == 5
     for step in range(STEPS):
-        assert all(g.engine or g.frozen_engine for g in of_fast._run.plan.groups)
+        (part,) = of_fast._run.weights.parts  # all segments are one part
+        assert part.name == "triton"
         train(plain, optimizer, range(step, step + 1), skip=3)
         train(fast, optimizer_fast, range(step, step + 1), skip=3)
         assert_same(plain, of_plain, fast, of_fast)
@@ -147,7 +144,7 @@ def test_resume_is_bit_identical(name: str, stop: int) -> None:
 
 
 def test_ties_are_cut_in_the_order_of_memory() -> None:
-    """As in a fused group of several: by position, and by the kernels and in plain torch alike."""
+    """By position there, and by the kernels and in plain torch alike."""
     masks = []
     for kernels in ("torch", "triton"):
         model = net()
@@ -179,9 +176,8 @@ def launches(monkeypatch: pytest.MonkeyPatch, name: str, budget: str) -> list[li
         for step in range(STEPS):
             train(model, optimizer, range(step, step + 1))
             with torch.no_grad():  # on a GPU it looks at gradients by itself
-                for group in sparsifier._run.plan.groups:
-                    for target in group.targets:
-                        target.parameter.grad = torch.ones_like(target.parameter)
+                for target in sparsifier._run.problem.targets:
+                    target.parameter.grad = torch.ones_like(target.parameter)
             checked(sparsifier)
             optimizer.zero_grad()
             found.append(list(seen))
@@ -191,12 +187,8 @@ def launches(monkeypatch: pytest.MonkeyPatch, name: str, budget: str) -> list[li
 
 def checked(sparsifier: Sparsifier) -> None:
     """What a step on a GPU does with its gradients."""
-    run = sparsifier._run
-    with run.teams.at_once():
-        for group in run.plan.groups:
-            engine = group.engine or group.frozen_engine
-            assert engine is not None
-            engine.check([t.parameter.grad for t in group.targets])
+    (part,) = sparsifier._run.weights.parts
+    part.check_gradients([t.parameter.grad for t in part.problem.targets])
 
 
 in_the_interpreter = pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter counts")
@@ -204,56 +196,61 @@ in_the_interpreter = pytest.mark.skipif(DEVICE.type != "cpu", reason="the interp
 
 @in_the_interpreter
 @pytest.mark.parametrize("name", ["spartan", "topkast", "imp"])
-def test_many_groups_launch_no_more_than_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_segments_launch_no_more_than_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, many = (launches(monkeypatch, name, budget) for budget in ("global", "erk"))
     assert many == one
     assert len(one[1]) == {"spartan": 9, "topkast": 6, "imp": 7}[name]
     assert len(one[-1]) == 6  # with fixed masks: gradients, put, take, write, and a look at gradients
 
 
-def test_the_top_k_of_every_group() -> None:
+def test_the_top_k_of_every_segment() -> None:
     """One of several tensors, a tie at the edge, one weight, none at all, everything kept, nothing kept."""
     rng = torch.Generator().manual_seed(0)
     sizes, owners = [5000, 0, 33, 1, 40, 700, 50], [0, 0, 0, 1, 3, 4, 5]
     costs, factors = [1.0, 1.0, 2.5, 3.0, 1.0, 0.3, 1.0], [1.0, 1.0, 0.4, 1.0, 1.0, 2.0, 1.0]
-    topk, states = TopK(sizes, costs, factors, DEVICE, owners, 6), States(6, DEVICE)
+    topk = TopK(sizes, costs, factors, DEVICE, owners, 6)
+    states = topk.states
     tensors = [torch.randn(n, generator=rng) for n in sizes]
     tensors[4] = torch.full((40,), 0.5)
     for step, beta in enumerate((None, 5.0, 6.0)):
-        asked = {0: (900.0 + step, beta), 1: (3.0, beta), 3: (7.5, beta), 4: (210.0, beta), 5: (0.0, beta)}
-        topk.solve_all([t.to(DEVICE) for t in tensors], states, asked, cold=step < 2)
-        for g, (k, _) in asked.items():
+        asked = [900.0 + step, 3.0, 0.0, 7.5, 210.0, 0.0]
+        topk.cold = step < 2
+        topk.solve([t.to(DEVICE) for t in tensors], asked, None if beta is None else [beta] * 6)
+        for g, k in enumerate(asked):
+            if g == 2:  # it has no units
+                continue
             mine = [i for i, owner in enumerate(owners) if owner == g]
             parts = [Part(tensors[i].abs() * factors[i], costs[i]) for i in mine]
-            edge, found = boundary(parts, k), states.rows[g].threshold()
-            assert found.host().cost == pytest.approx(edge.threshold.cost)
+            edge, saved = boundary(parts, k), states.selection().saved()[g]
+            found = Threshold(saved["value"], int(saved["cut"]))
+            assert saved["cost"] == pytest.approx(edge.threshold.cost)
             start = 0
             for part in parts:
-                assert torch.equal(found.keep(part.u.to(DEVICE), start).cpu(), edge.threshold.keep(part.u, start))
+                assert torch.equal(found.keep(part.u, start), edge.threshold.keep(part.u, start))
                 start += part.u.numel()
             if beta is not None:
-                assert residual_at(states.rows[g].dual(beta).host(), parts, k) <= 1e-6
+                assert residual_at(states.duals([beta] * 6).each()[g], parts, k) <= 1e-6
         for i, t in enumerate(tensors):
             tensors[i] = t if owners[i] == 3 else t + 1e-3 * torch.randn(t.shape, generator=rng)
-    assert not states.floats[2].any()
+    assert not states.floats[2, 4:].any()
     assert not states.ints[2].any()
 
 
+@dataclass(frozen=True)
 class Odd(IMP):
-    """Asks for every group something of its own, which nobody can expect."""
+    """Asks for more than the masks in use, changes θ, and keeps some masks for two steps."""
 
-    def choose(self, group: Group, thetas: Sequence[Tensor], at: Moment) -> None:
-        if group.index == 1:
-            group.top(thetas, group.k)  # asked for, and thrown away
-            group.threshold = group.top(thetas, 0.5 * group.k)
-        elif group.index == 3:
-            thetas[0].mul_(torch.linspace(0.5, 1.5, thetas[0].shape[0], device=thetas[0].device)[:, None])
-            super().choose(group, thetas, at)
-        elif group.index != 2 or at.step % 2 == 0:  # the third keeps its threshold for two steps
-            super().choose(group, thetas, at)
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
+        solver.solve([0.25 * k for k in solver.k])  # asked for, and thrown away
+        half = [0.5 * k if i == 1 else k for i, k in enumerate(solver.k)]
+        solver.top(half, -solver.scores())  # of other ranks
+        if at.step % 2 == 0:
+            ramp = torch.linspace(0.5, 1.5, solver.theta.views[3].shape[0], device=solver.device)[:, None]
+            solver.rewrite(lambda i, theta: theta * ramp if i == 3 else theta)
+        solver.solve(half)
 
 
-def test_an_answer_is_used_for_its_question_only() -> None:
+def test_questions_that_are_not_the_usual_ones() -> None:
     plain, optimizer, of_plain = build("torch", Odd(), finetune=0.0)
     fast, optimizer_fast, of_fast = build("triton", Odd(), finetune=0.0)
     for step in range(STEPS):
@@ -278,31 +275,34 @@ def test_two_optimizers(pattern: Pattern) -> None:
             )
             train(model, both, range(step, step + 1))
         found += [model, sparsifier]
-    assert len(found[3]._run.teams._fixed) == 1
+    (part,) = found[3]._run.weights.frozen
+    assert part.name == "triton"
     assert_same(*found)
 
 
 @pytest.mark.parametrize("steps", [1, 5], ids=["dense", "frozen"])
-def test_one_bad_gradient_stops_every_group(steps: int) -> None:
+def test_one_bad_gradient_stops_every_segment(steps: int) -> None:
     model, optimizer, sparsifier = build("triton", METHODS["imp"])
     train(model, optimizer, range(steps))
     run, weights = sparsifier._run, [t.parameter for t in sparsifier._targets]
-    before = [m.theta.clone() for m in run.masters]
+    (part,) = run.weights.parts
+    thetas = part.thetas if run.weights.frozen else part.theta.views
+    before = [theta.clone() for theta in thetas]
     for p in weights:
         p.grad = torch.ones_like(p)
     weights[3].grad[1, 1] = float("nan")
     checked(sparsifier)
-    assert run.watch.flags[0] == 3
+    assert run.weights.bad[0] == 3
     assert not any(p.grad.any() for p in weights)
     with torch.no_grad():
         for p in weights:
             p.fill_(2.0)
         weights[1].view(-1)[:] = float("inf")
-        run.take(range(len(weights)))
-    assert run.watch.flags[1] == 1
-    assert all(torch.equal(a, m.theta) for a, m in zip(before, run.masters, strict=True))
+        run.weights.take(range(len(weights)))
+    assert run.weights.bad[1] == 1
+    assert all(torch.equal(a, theta) for a, theta in zip(before, thetas, strict=True))
     with pytest.raises(RuntimeError, match=r"the gradient of 6\.weight held NaN"):
-        run.watch.look(wait=True)
+        run.guard.look(wait=True)
 
 
 @pytest.mark.parametrize("budget", ["erk", "global"])
@@ -313,8 +313,8 @@ def test_stored_masks(budget: str) -> None:
         train(plain, optimizer, range(step, step + 1), skip=2)
         train(fast, optimizer_fast, range(step, step + 1), skip=2)
         assert_same(plain, of_plain, fast, of_fast)
-    engine = build("triton", RigL(), pattern=Block(2, 2))[2]._run.plan.groups[0].engine
-    assert not engine.project_stored([torch.ones(3, dtype=torch.bool)])  # blocks keep a mask per block
+    blocks = build("triton", RigL(), pattern=Block(2, 2))[2]  # which keep a mask per block
+    assert "by triton for thresholds, torch for the method's own masks" in repr(blocks)
 
 
 @in_the_interpreter

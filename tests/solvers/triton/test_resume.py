@@ -11,7 +11,7 @@ from torch import nn
 
 from spartan import Sparsifier
 from tests.contract.cases import METHODS, Net, batch
-from tests.kernels import DEVICE
+from tests.solvers.triton import DEVICE
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"

@@ -10,25 +10,22 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
-from spartan import NM, Spartan
-from spartan.fast import engine_for
-from spartan.groups import Group
-from spartan.kernels import nm
-from spartan.kernels.nm_engine import NMEngine
+from spartan import NM
 from spartan.ops import rows
-from spartan.ops.rows import RowDual
-from spartan.problem.schedules import Moment
-from spartan.problem.targets import Target
-from tests.kernels import DEVICE
+from spartan.solvers.base import FINE
+from spartan.solvers.choose import solver_for
+from spartan.solvers.forms import KEPT, VJP, Form, Mask
+from spartan.solvers.torch import TorchSolver
+from spartan.solvers.triton import nm
+from spartan.solvers.triton.rows import RowSolver
+from tests.solvers.building import build, problem_of, weights_of
+from tests.solvers.triton import DEVICE
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"
 )
-
-AT = Moment.start(10, 0.0, 0.0, seed=0)
-FINE = torch.iinfo(torch.int32).max
 
 
 def in_order(x: Tensor, order: tuple[int, ...] | None) -> Tensor:
@@ -54,38 +51,26 @@ def weights(m: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [in_order(torch.randn(shape, generator=rng), order).to(DEVICE, dtype) for shape, order in shapes]
 
 
-def groups(pattern: NM, thetas: list[Tensor]) -> tuple[Group, Group, NMEngine]:
-    """The same group twice, plain and with kernels."""
+def both(pattern: NM, thetas: list[Tensor]) -> tuple[TorchSolver, RowSolver]:
+    """The same problem twice, plain and with kernels."""
     prices = [1.0 + 0.5 * i for i in range(len(thetas))]
-
-    def group() -> Group:
-        tensors = [t.clone(memory_format=torch.preserve_format) for t in thetas]
-        targets = [Target((f"w{i}",), nn.Parameter(t), nn.Identity(), "weight") for i, t in enumerate(tensors)]
-        return Group(targets, pattern, prices, 0.5, pattern.sparsity)
-
-    plain, fast = group(), group()
-    flags = torch.full((2,), FINE, dtype=torch.int32, device=DEVICE)
-    fast.engine, path = engine_for(fast, thetas, flags, 0, torch.zeros(2, device=DEVICE), "triton")
-    assert path == "triton kernels"
-    assert isinstance(fast.engine, NMEngine)
-    return plain, fast, fast.engine
+    problems = [problem_of(thetas, pattern, prices, sparsity=pattern.sparsity) for _ in range(2)]
+    assert RowSolver.why_not(problems[1], "triton") == ""
+    return build(TorchSolver, problems[0]), build(RowSolver, problems[1])
 
 
 def check(pattern: NM, thetas: list[Tensor], n: int, beta: float | None) -> None:
     """Weights and gradients of n of every m, with a soft mask or without, by the kernels and in plain torch."""
-    plain, fast, engine = groups(pattern, thetas)
-    k, spartan = plain.total * n / pattern.m, Spartan()
-    for group in (plain, fast):
-        if beta is None:
-            group.threshold, group.dual = group.top(thetas, k), None
-        else:
-            group.threshold, group.dual = group.soft_top(thetas, k, beta)
-    assert fast.threshold == plain.threshold
+    plain, fast = both(pattern, thetas)
+    form = Form(Mask.ONE, KEPT) if beta is None else Form(Mask.SOFT, VJP.THROUGH)
+    for solver in (plain, fast):
+        solver.solve([plain.problem.total * n / pattern.m], None if beta is None else [beta])
+    assert fast.solution() == plain.solution()
     half = thetas[0].dtype != torch.float32
     close: dict[str, Any] = {"rtol": 2e-2, "atol": 1e-2} if half else {"rtol": 2e-5, "atol": 2e-6}
-    engine.project(soft=beta is not None)
-    for w, target in zip(spartan.weights(plain, thetas, AT), fast.targets, strict=True):
-        found = target.parameter.detach()
+    assert fast.serves(form)
+    fast.write(form)
+    for w, found in zip(plain.weights(form), weights_of(fast), strict=True):
         torch.testing.assert_close(found, w, **close)
         assert torch.equal(found == 0, w == 0)
         assert torch.equal(torch.signbit(found), torch.signbit(w))
@@ -94,11 +79,11 @@ def check(pattern: NM, thetas: list[Tensor], n: int, beta: float | None) -> None
     if len(grads) > 2:
         grads[2] = None  # one that the loss did not reach
     mine = [None if g is None else g.clone(memory_format=torch.preserve_format) for g in grads]
-    expected = spartan.gradient(plain, thetas, grads, AT)
-    engine.where_kept(mine) if beta is None else engine.through_mask(mine)
+    expected, turned = plain.turn(form, grads), fast.turn(form, mine)
     if beta:  # the slope of a mask of float32 is known to ε/(m(1−m)), and β goes with it
         close["atol"] *= 1.0 + beta
-    for g, e in zip(mine, expected, strict=True):
+    for g, e in zip(turned, expected, strict=True):
+        assert (g is None) == (e is None)
         if g is not None and e is not None:
             torch.testing.assert_close(g, e, **close)
 
@@ -113,11 +98,11 @@ def test_every_shape_and_order_of_memory(pattern: NM, beta: float | None) -> Non
 def test_words_of_16_bytes(skip: int) -> None:
     """Runs side by side are read by the word, unless a tensor begins within one."""
     thetas = [torch.randn(40 + skip, device=DEVICE)[skip:].view(5, 8) for _ in range(2)]
-    assert groups(NM(2, 4), thetas)[2]._wide(thetas) == (skip != 1)
+    assert both(NM(2, 4), thetas)[1]._wide(thetas) == (skip != 1)
     for beta in (None, 6.0):
         check(NM(2, 4), thetas, 2, beta)
     three = [torch.randn(4, 9, device=DEVICE)]
-    assert not groups(NM(2, 3), three)[2]._wide(three)
+    assert not both(NM(2, 3), three)[1]._wide(three)
 
 
 @pytest.mark.parametrize("beta", [None, 6.0])
@@ -138,11 +123,12 @@ def test_ties_are_cut_by_position(beta: float | None) -> None:
 def test_all_and_nothing() -> None:
     for beta in (None, 0.0, 5.0):
         check(NM(1, 4), weights(4)[2:4], 4, beta)
-    plain, fast, engine = groups(NM(1, 4), weights(4)[2:4])
-    fast.threshold = fast.top(engine.thetas, 0.0)
-    engine.project(soft=False)
-    assert not any(t.parameter.any() for t in fast.targets)
-    assert fast.threshold == plain.top(engine.thetas, 0.0)
+    plain, fast = both(NM(1, 4), weights(4)[2:4])
+    plain.solve([0.0])
+    fast.solve([0.0])
+    fast.write(Form())
+    assert not any(w.any() for w in weights_of(fast))
+    assert fast.solution() == plain.solution()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -171,7 +157,7 @@ def check_masks(u: Tensor, n: int, beta: float) -> None:
     kept, soft = masks_of(u, n, beta)
     assert torch.equal(kept, rows.top(u, n))
     center, offset = rows.solve(u, n, beta)
-    expected = RowDual(beta, center, offset, u.shape[1]).mask(u.flatten()).view(u.shape)
+    expected = torch.sigmoid((u - center[:, None]) * beta + offset[:, None])
     torch.testing.assert_close(soft, expected, rtol=1e-4, atol=2e-6)
     torch.testing.assert_close(soft.sum(1), torch.full((len(u),), float(n)), rtol=4e-6, atol=0)
 
@@ -196,50 +182,50 @@ def test_any_run(data: st.DataObject) -> None:
 
 def test_theta_in_and_out_of_the_parameters() -> None:
     thetas = weights(4)
-    _, fast, engine = groups(NM(2, 4), thetas)
-    before = [t.clone() for t in thetas]
+    _, fast = both(NM(2, 4), thetas)
+    every = range(len(thetas))
     with torch.no_grad():
-        for target in fast.targets:
-            target.parameter.mul_(2.0)
-    version = fast.targets[0].parameter._version
-    engine.take()
-    for t, old in zip(thetas, before, strict=True):
-        assert torch.equal(t, 2.0 * old)
+        for w in weights_of(fast):
+            w.mul_(2.0)
+    version = fast.problem.targets[0].parameter._version
+    fast.take(every)
+    for theta, old in zip(fast.theta.views, thetas, strict=True):
+        assert torch.equal(theta, 2.0 * old)
     with torch.no_grad():
-        for target in fast.targets:
-            target.parameter.zero_()
-    engine.put()
-    for t, target in zip(thetas, fast.targets, strict=True):
-        assert torch.equal(t, target.parameter)
-    assert fast.targets[0].parameter._version > version
-    grads: list[Tensor | None] = [torch.ones_like(t) for t in thetas]
-    engine.check(grads)
-    assert engine.bad.tolist() == [FINE, FINE]
+        for w in weights_of(fast):
+            w.zero_()
+    fast.put(every)
+    for theta, w in zip(fast.theta.views, weights_of(fast), strict=True):
+        assert torch.equal(theta, w)
+    assert fast.problem.targets[0].parameter._version > version
+    grads: list[Tensor | None] = [torch.ones_like(w) for w in weights_of(fast)]
+    fast.check_gradients(grads)
+    assert fast.flags.bad.tolist() == [FINE, FINE]
     grads[4][0, 1, 2, 0] = float("nan")  # type: ignore[index]
-    engine.check(grads)
-    assert engine.bad.tolist() == [4, FINE]
+    fast.check_gradients(grads)
+    assert fast.flags.bad.tolist() == [4, FINE]
     assert not any(g.any() for g in grads if g is not None)
 
 
 def test_nothing_as_large_as_the_weights_is_stored() -> None:
     thetas = [torch.randn(128, 128, device=DEVICE)]
-    _, fast, engine = groups(NM(2, 4), thetas)
-    fast.threshold, fast.dual = fast.soft_top(thetas, 0.5 * fast.total, 3.0)
-    engine.project(soft=True)
+    _, fast = both(NM(2, 4), thetas)
+    fast.solve([0.5 * fast.problem.total], [3.0])
+    fast.write(Form(Mask.SOFT, VJP.THROUGH))
+    assert not fast.dual.solved
     held: list[Tensor] = []
-    for owner in (engine, engine.pieces, engine._runs, engine.state, fast.dual, fast.threshold):
+    for owner in (fast, fast.kernels, fast.kernels.pieces, fast.ranked, fast.flags, fast.dual, fast.a):
         held += [x for x in vars(owner).values() if isinstance(x, Tensor)]
     assert len(held) > 5
     assert sum(x.numel() for x in held) < thetas[0].numel() / 50
 
 
 def test_what_plain_torch_is_left_with() -> None:
-    flags = torch.full((2,), FINE, dtype=torch.int32, device=DEVICE)
-
     def path(weight: Tensor, pattern: NM) -> str:
-        target = Target(("w",), nn.Parameter(weight), nn.Identity(), "weight")
-        group = Group([target], pattern, [1.0], 1.0, pattern.sparsity)
-        return engine_for(group, [weight], flags, 0, torch.zeros(2), "triton")[1]
+        problem = problem_of([weight], pattern, sparsity=pattern.sparsity)
+        problem.targets[0].parameter.data = weight  # with its gaps
+        solver = solver_for(problem, build(TorchSolver, problem).flags, "triton")
+        return solver.path(None)
 
-    assert path(torch.zeros(2, 128, device=DEVICE), NM(1, 128)) == "plain torch (no kernels for NM(1, 128))"
-    assert path(torch.zeros(4, 8, device=DEVICE)[:, :4], NM(1, 4)) == "plain torch (w has gaps in its memory)"
+    assert path(torch.zeros(2, 128, device=DEVICE), NM(1, 128)) == "torch (no kernels for NM(1, 128))"
+    assert path(torch.zeros(4, 8, device=DEVICE)[:, :4], NM(1, 4)) == "torch (w0 has gaps in its memory)"

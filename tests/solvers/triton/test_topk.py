@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spartan.kernels import topk
-from spartan.kernels.state import CUT, HARD_DONE, PASSES, SOFT_DONE, TIES, State
-from spartan.kernels.tables import Pieces
-from spartan.kernels.topk import TopK
 from spartan.ops.parts import Part
-from spartan.ops.select import boundary
+from spartan.ops.select import Threshold, boundary
 from spartan.ops.soft_topk import residual_at, solve
-from tests.kernels import DEVICE
+from spartan.solvers.triton import topk
+from spartan.solvers.triton.state import CUT, HARD_DONE, PASSES, SOFT_DONE, TIES
+from spartan.solvers.triton.tables import Pieces
+from spartan.solvers.triton.topk import TopK
+from tests.solvers.triton import DEVICE
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"
@@ -35,9 +35,9 @@ class Case:
     def __init__(self, tensors: list[Tensor], costs: list[float] | None = None, absolute: bool = True) -> None:
         self.costs = costs or [1.0] * len(tensors)
         factors = [1.0] * len(tensors) if absolute else None
-        self.absolute, self.cold = absolute, True
+        self.absolute = absolute
         self.topk = TopK([t.numel() for t in tensors], self.costs, factors, DEVICE)
-        self.state = State.new(DEVICE)
+        self.states = self.topk.states
 
     def check(
         self,
@@ -49,28 +49,28 @@ class Case:
     ) -> int:
         """Solve, compare, and tell how many passes it took."""
         there = there or [t.to(DEVICE) for t in tensors]
-        self.topk.solve(there, self.state, k, beta, self.cold)
-        self.cold = False
+        self.topk.solve(there, [k], None if beta is None else [beta])
         parts = []
         for t, c in zip(tensors, self.costs, strict=True):
             u = t.reshape(-1).float()
             parts.append(Part(u.abs() if self.absolute else u, c))
-        edge, mine = boundary(parts, k), self.state.threshold()
+        edge, found = boundary(parts, k), self.states.selection().saved()[0]
+        mine = Threshold(found["value"], int(found["cut"]), found["cost"])
         start, cost = 0, 0.0
         for part in parts:
             kept = mine.keep(part.u.to(DEVICE), start).cpu()
             assert torch.equal(kept, edge.threshold.keep(part.u, start))
             start, cost = start + kept.numel(), cost + int(kept.sum()) * float(part.c)
-        assert mine.host().cost == pytest.approx(cost, rel=1e-12, abs=1e-9)
+        assert mine.cost == pytest.approx(cost, rel=1e-12, abs=1e-9)
         if beta is not None:
-            dual = self.state.dual(beta).host()
+            (dual,) = self.states.duals([beta]).each()
             expected = solve(parts, k, beta, start=edge)
             assert residual_at(dual, parts, k) <= max(tol, 2 * expected.residual)
             if 0 < k < sum(c * p.u.numel() for p, c in zip(parts, self.costs, strict=True)):
                 assert dual.mu == pytest.approx(expected.mu, rel=1e-4, abs=1e-4)
             else:
                 assert dual.mu == expected.mu
-        return int(self.state.ints[PASSES.value])
+        return int(self.states.ints[0, PASSES.value])
 
 
 def odd(seed: int = 0) -> list[Tensor]:
@@ -145,16 +145,16 @@ def test_a_saved_solution_goes_on_as_if_never_stopped() -> None:
     tensors, moved = odd(), [t * 1.001 for t in odd()]
     case = Case(tensors)
     case.check(tensors, 900.0, 10.0)
-    saved = case.state.threshold().host(), case.state.dual(10.0).host()
+    saved = case.states.selection().saved(), case.states.duals([10.0]).each()
     again = Case(tensors)
-    again.cold = False
-    again.state.set(*saved)
+    again.topk.cold = False
+    again.states.set(*saved)
     case.check(moved, 890.0, 11.0)
     again.check(moved, 890.0, 11.0)
-    assert torch.equal(case.state.floats, again.state.floats)
+    assert torch.equal(case.states.floats, again.states.floats)
     # How far the threshold had moved is not saved: only where it is looked for first differs.
     for place in (CUT, TIES, HARD_DONE, SOFT_DONE):
-        assert case.state.ints[place.value] == again.state.ints[place.value]
+        assert case.states.ints[0, place.value] == again.states.ints[0, place.value]
 
 
 @settings(max_examples=25, deadline=None)
@@ -225,3 +225,16 @@ def test_one_pass_is_enough_for_a_threshold_that_hardly_moves() -> None:
     case.check(tensors, 1000.0, 10.0)
     passes = [case.check([t * (1.0 + 1e-6 * i) for t in tensors], 1000.0, 10.0) for i in range(4)]
     assert passes[1:] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("costs", [None, [1.0, 2.5, 3.0, 7.0, 0.25]])
+def test_budgets_that_are_on_the_device(costs: list[float] | None) -> None:
+    """The same selection as with budgets that the host knows, whole units at the edge included."""
+    tensors = odd()
+    case, there = Case(tensors, costs, absolute=False), [t.to(DEVICE) for t in tensors]
+    for k in (0.0, 7.0, (1 - 0.9) * 1000, 1000.0, 1001.7, 1e9):
+        total = case.topk.costs[0]
+        expected, _ = case.topk.solve_anew(there, [min(k, total)])
+        found, duals = case.topk.solve_anew(there, torch.tensor([k], dtype=torch.float64, device=DEVICE))
+        assert duals is None
+        assert found.saved() == expected.saved()

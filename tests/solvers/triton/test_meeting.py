@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from spartan.kernels import topk
-from spartan.kernels.state import CUT, States
-from spartan.kernels.topk import TopK
 from spartan.ops.parts import Part
-from spartan.ops.select import boundary
+from spartan.ops.select import Threshold, boundary
 from spartan.ops.soft_topk import residual_at
-from tests.kernels import DEVICE
+from spartan.solvers.triton import topk
+from spartan.solvers.triton.state import CUT
+from spartan.solvers.triton.topk import TopK
+from tests.solvers.triton import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU's programs run side by side anyway")
 
 PROGRAMS = 3
 SIZES, OWNERS, COSTS = [9_000, 33, 0, 20_001, 5_000, 1], [0, 0, 0, 2, 2, 3], [1.0, 2.5, 1.0, 1.0, 0.25, 1.0]
-BUDGETS = {0: 900.0, 2: 2_000.25, 3: 1.0}
+BUDGETS = {0: 900.0, 1: 0.0, 2: 2_000.25, 3: 1.0}  # the second segment is empty
 BETAS = [10.0, 11.0, None, 12.0]
 
 
@@ -39,10 +39,10 @@ def values(step: int) -> list[Tensor]:
     return [t * (1.0 + 0.002 * step) for t in tensors]
 
 
-def build() -> tuple[TopK, States]:
+def build() -> TopK:
     topk._programs = lambda entries, device: PROGRAMS
-    found = TopK(SIZES, COSTS, [1.0] * len(SIZES), DEVICE, OWNERS, 4), States(4, DEVICE)
-    assert len(found[0].pieces.shares) == PROGRAMS + 1
+    found = TopK(SIZES, COSTS, [1.0] * len(SIZES), DEVICE, OWNERS, 4)
+    assert len(found.pieces.shares) == PROGRAMS + 1
     return found
 
 
@@ -51,10 +51,11 @@ def run_program(index: int, shared: dict[str, Tensor], barrier: Any) -> None:
     from triton.runtime import interpreter
 
     torch.set_num_threads(1)
-    solver, _ = build()
+    solver = build()
     for name in ("counts", "above", "sums", "arrived"):
         setattr(solver, name, shared[name])
-    floats, ints = shared["floats"], shared["ints"]
+    states = solver.states
+    states.floats, states.ints = shared["floats"], shared["ints"]
     builder, executor = interpreter.interpreter_builder, interpreter.GridExecutor
     place = builder.set_grid_idx
     turns: list[int] = []
@@ -68,25 +69,25 @@ def run_program(index: int, shared: dict[str, Tensor], barrier: Any) -> None:
     executor._restore_args_dev = lambda *_: None  # it would copy shared memory onto itself
     for step, beta in enumerate(BETAS):
         if index == 0:
-            for g, k in BUDGETS.items():
-                floats[g, :4] = torch.tensor(solver._numbers(g, k, beta), dtype=torch.float64)
+            solver._tell(list(BUDGETS.values()), None if beta is None else [beta] * 4)
         barrier.wait(300)
         now = values(step)
         turns.append(index)
         where = solver.addresses.of(now)
         with suppress(Done):
-            solver._launch(where, torch.float32, floats, ints, beta is not None, False, step == 0)
+            solver._launch(where, torch.float32, beta is not None, step == 0)
         barrier.wait(300)
         if index == 0:
-            shared["found"][step] = floats
-            shared["found_ints"][step] = ints
+            shared["found"][step] = states.floats
+            shared["found_ints"][step] = states.ints
         barrier.wait(300)
 
 
 def test_programs_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four groups: one is empty, one has ties in the shares of several programs; from nothing and from the last step."""
     monkeypatch.setattr(topk, "_programs", topk._programs)  # and back
-    solver, states = build()
+    solver = build()
+    states = solver.states
     shared = {name: getattr(solver, name) for name in ("counts", "above", "sums", "arrived")}
     shared |= {"floats": states.floats, "ints": states.ints}
     shared["found"] = torch.zeros(len(BETAS), *states.floats.shape, dtype=torch.float64)
@@ -107,17 +108,20 @@ def test_programs_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
         states.floats.copy_(shared["found"][step])
         states.ints.copy_(shared["found_ints"][step])
         for g, k in BUDGETS.items():
+            if g == 1:
+                continue
             mine = [i for i, owner in enumerate(OWNERS) if owner == g]
             parts = [Part(values(step)[i].abs(), COSTS[i]) for i in mine]
-            edge, found, start = boundary(parts, k), states.rows[g].threshold(), 0
+            edge, saved, start = boundary(parts, k), states.selection().saved()[g], 0
+            found = Threshold(saved["value"], int(saved["cut"]))
             for part in parts:
                 assert torch.equal(found.keep(part.u, start), edge.threshold.keep(part.u, start))
                 start += part.u.numel()
             if beta is not None and g != 3:
-                assert residual_at(states.rows[g].dual(beta).host(), parts, k) <= 1e-6
+                assert residual_at(states.duals([beta] * 4).each()[g], parts, k) <= 1e-6
     # One program in all finds the same places to cut.
     topk._programs = lambda entries, device: 1
-    alone, same = TopK(SIZES, COSTS, [1.0] * len(SIZES), DEVICE, OWNERS, 4), States(4, DEVICE)
+    alone = TopK(SIZES, COSTS, [1.0] * len(SIZES), DEVICE, OWNERS, 4)
     for step, beta in enumerate(BETAS):
-        alone.solve_all(values(step), same, {g: (k, beta) for g, k in BUDGETS.items()}, step == 0)
-        assert torch.equal(same.ints[:, CUT.value], shared["found_ints"][step][:, CUT.value])
+        alone.solve(values(step), list(BUDGETS.values()), None if beta is None else [beta] * 4)
+        assert torch.equal(alone.states.ints[:, CUT.value], shared["found_ints"][step][:, CUT.value])

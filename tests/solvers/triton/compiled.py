@@ -10,8 +10,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from spartan.kernels import gradient, nm, units, weights
-from spartan.kernels.search import search
+from spartan.solvers.triton import gradient, nm, units, weights
+from spartan.solvers.triton.search import search
 
 POINTERS = {
     "factors": "*fp32",
@@ -27,11 +27,10 @@ POINTERS = {
     "kinds": "*i32",
     "counts": "*i32",
     "above": "*i32",
-    "groups": "i32",
+    "segments": "i32",
     "all_floats": "*fp64",
     "out": "*fp64",
     "bad": "*i32",
-    "first": "i32",
     "most": "i32",
     "tol": "fp32",
 }
@@ -46,6 +45,8 @@ def made_of(kernel: Any, **constants: Any) -> Any:
     """What Triton makes of it, step by step."""
     names = [p.name for p in kernel.params]
     signature = {name: "constexpr" if name in constants else POINTERS.get(name, "*i64") for name in names}
+    if kernel in (weights.take, gradient.check):
+        signature["numbers"] = "*i32"  # of targets; those of N:M are β and n
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
     assert made.asm["ptx"]
@@ -61,7 +62,7 @@ def check_width(kernel: Any, **constants: Any) -> None:
         "FINE": 1,
         "ALIGNED": True,
         "BLOCK": 2048,
-        "groups": None,
+        "segments": None,
         **constants,
     }
     ptx = made_of(kernel, **{name: value for name, value in given.items() if name in names})["ptx"]
@@ -105,11 +106,15 @@ if __name__ == "__main__":
     ):
         check_width(kernel)
     check_width(weights.project, SOFT=True)
-    compile_it(units.where_kept, GRAD=tl.float32, INLINE=True, U=128, W=16)
+    tile = {"INLINE": True, "U": 128, "W": 16, "segments": None}
+    compile_it(units.where_kept, GRAD=tl.float32, **tile)
+    compile_it(units.project, SOFT=True, DTYPE=tl.float32, **tile)
+    compile_it(units.pull, GRAD=tl.float32, DTYPE=tl.float32, **tile)
+    compile_it(units.through_mask, GRAD=tl.float32, DTYPE=tl.float32, **tile)
     sizes = {"BLOCK": 2048, "ROWS": 512}
     for kinds in (
-        {"owners": None, "GROUPS": 1, "SOFT": True, "ABS": True, "DTYPE": tl.float32, "SUM": tl.float32},
-        {"GROUPS": 64, "SOFT": True, "ABS": False, "DTYPE": tl.float32, "SUM": tl.float64},
-        {"GROUPS": 2, "SOFT": False, "ABS": True, "DTYPE": tl.bfloat16, "SUM": tl.float32},
+        {"owners": None, "SEGMENTS": 1, "SOFT": True, "ABS": True, "DTYPE": tl.float32, "SUM": tl.float32},
+        {"SEGMENTS": 64, "SOFT": True, "ABS": False, "DTYPE": tl.float32, "SUM": tl.float64},
+        {"SEGMENTS": 2, "SOFT": False, "ABS": True, "DTYPE": tl.bfloat16, "SUM": tl.float32},
     ):
         check_order(compile_it(search, COLD=False, SAMPLED=True, ALIGNED=True, **kinds, **sizes))
