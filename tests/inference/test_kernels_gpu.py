@@ -279,7 +279,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("block", [16, 32])
 @torch.no_grad()
 def test_a_converted_vision_transformer(block: int) -> None:
-    from spartan.app.train.vision import timm
+    from spartan.zoo import timm
 
     model = timm().create_model("vit_tiny_patch16_224", img_size=32, embed_dim=64, depth=2, num_heads=2, num_classes=10)
     for module in model.modules():

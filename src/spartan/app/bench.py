@@ -22,6 +22,7 @@ from spartan.files.load import load
 from spartan.files.pack import save
 from spartan.inference.convert import Explanation, accelerate, explain
 from spartan.inference.onnx import export_onnx
+from spartan.wording import one_line
 
 Run = Callable[[Tensor], Any]
 Tell = Callable[[str], None]
@@ -151,7 +152,7 @@ def _rivals(model: nn.Module, x: Tensor, names: Sequence[str], folder: Path, tel
         try:
             runs[COMPILED](x)
         except Exception as error:  # no compiler, for one
-            raise ValueError(f"--compile: torch.compile fails here: {' '.join(str(error).split())[:300]}") from None
+            raise ValueError(f"--compile: torch.compile fails here: {one_line(error)[:300]}") from None
     if ONNX in names or OPENVINO in names:
         tell(f"batch {len(x)}: writing ONNX")
         with torch.inference_mode(False):

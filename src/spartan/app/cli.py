@@ -15,6 +15,7 @@ except ModuleNotFoundError as _missing:  # the library works without it
     raise SystemExit(f"the command line needs {_missing.name}: pip install 'spartan-sparsity[app]'") from None
 
 from spartan.app.commands.deploy import bench, export, inspect
+from spartan.wording import one_line
 
 if TYPE_CHECKING:
     from spartan.app.train.config import Config
@@ -41,7 +42,7 @@ class _Friendly(TyperGroup):
         except (ValueError, OSError, ImportError, RuntimeError) as error:
             if not _is_clear(error) or os.environ.get("SPARTAN_TRACEBACK"):
                 raise
-            typer.echo("error: " + (" ".join(str(error).split()) or type(error).__name__), err=True)
+            typer.echo(f"error: {one_line(error)}", err=True)
             raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
 
 

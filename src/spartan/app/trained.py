@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from spartan.app.train.config import Config, RecipeError
 from spartan.app.train.data import Data, build_data
 from spartan.app.train.runs import is_packed, load_trained
+from spartan.app.train.setup import build_model
 from spartan.files.architecture import Unbuildable, build
 from spartan.files.load import check_memory, open_file, unpack_all
-from spartan.zoo import build_model
+from spartan.wording import one_line
 
 CPU = torch.device("cpu")
 
@@ -88,7 +89,7 @@ def find(target: Path, recipe: str | None = None, sets: Sequence[str] = ()) -> T
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise RecipeError(f"the weights do not fit model {config.model}: {' '.join(str(error).split())}") from None
+        raise RecipeError(f"the weights do not fit model {config.model}: {one_line(error)}") from None
     return Trained(target.resolve().name.removesuffix(".safetensors"), path, packed, model.eval(), reference, config)
 
 

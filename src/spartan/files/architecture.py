@@ -7,13 +7,15 @@ that are known to be sizes and rates only, and first without memory, to compare 
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from spartan.wording import one_line
+from spartan.zoo import WRN, build_model
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -26,7 +28,6 @@ _COUNTS = {"depth", "num_layers"}
 _RATES = {"drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate", "dropout", "attention_dropout"}
 _RATES |= {"stochastic_depth_prob", "mlp_ratio"}
 _NAME = re.compile(r"(torchvision/|timm/)?[A-Za-z0-9_.-]+")
-_WRN = re.compile(r"wrn-(\d+)-(\d+)")
 
 
 class Unbuildable(ValueError):
@@ -80,23 +81,17 @@ def build(reference: Mapping[str, Any], shapes: Shapes, real: bool = True) -> nn
     """
     name, classes, shape, arguments = _checked(reference, len(shapes))
     try:
-        # By name: the application lies above this layer, and its requirements may not be installed.
-        models = importlib.import_module("spartan.zoo")
-        config = importlib.import_module("spartan.app.train.config").Config(model=name, model_args=arguments)
-    except ImportError as error:
-        raise Unbuildable(f"{name} needs {error.name}: pip install 'spartan-sparsity[app,vision]'") from None
-    try:
         with torch.random.fork_rng(devices=[]):
             with torch.device("meta"):
-                model: nn.Module = models.build_model(config, classes, shape)
+                model = build_model(name, classes, shape, arguments)
             _compare(name, {key: tuple(t.shape) for key, t in model.state_dict().items()}, shapes)
             if real:
                 with torch.device("cpu"):
-                    model = models.build_model(config, classes, shape)
+                    model = build_model(name, classes, shape, arguments)
     except Unbuildable:
         raise
     except Exception as error:  # others' constructors raise anything at sizes that they do not expect
-        raise Unbuildable(f"{name} cannot be built: {' '.join(str(error).split())[:200]}") from None
+        raise Unbuildable(f"{name} cannot be built: {one_line(error)[:200]}") from None
     return model
 
 
@@ -126,7 +121,7 @@ def _checked(reference: Mapping[str, Any], tensors: int) -> tuple[str, int, tupl
     if not all(type(rate) in (int, float) and 0 <= rate < 100 for rate in rates):
         raise Unbuildable(f"{name} has arguments that are not rates")
     # A layer has a tensor at least: more layers than tensors do not fit, and would take long to build.
-    wrn = _WRN.fullmatch(name)
+    wrn = WRN.fullmatch(name)
     depths = [value for key, value in arguments.items() if key in _COUNTS] + ([int(wrn[1])] if wrn else [])
     if max(depths, default=0) > tensors or (wrn and len(name) > 20):
         raise Unbuildable(f"{name} has more layers than the file has tensors")

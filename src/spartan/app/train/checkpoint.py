@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from spartan.app.train.config import reason
+from spartan.wording import first_line
 
 KEEP = 2
 # In a folder of parts: what belongs to no weight, and the digests of all files.
@@ -92,7 +92,7 @@ def cannot_write(path: Path, error: BaseException) -> CheckpointError:
     """The error that a checkpoint could not be written."""
     older = [p.name for p in checkpoints(path.parent.parent)]
     good = f"the last good one is {older[0]}" if older else "there is none before it"
-    return CheckpointError(f"could not write checkpoint {path}: {reason(error)}; {good}")
+    return CheckpointError(f"could not write checkpoint {path}: {first_line(error)}; {good}")
 
 
 def prune(folder: Path) -> None:
@@ -137,7 +137,7 @@ def load(path: Path, device: torch.device, check: bool = True) -> dict[str, Any]
         raise
     except Exception as error:
         # A truncated zip surfaces as almost any exception; whatever it is, the file is of no use.
-        raise CheckpointError(f"{path.name} cannot be read: {reason(error)}") from error
+        raise CheckpointError(f"{path.name} cannot be read: {first_line(error)}") from error
 
 
 def digest(path: Path) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -16,12 +16,25 @@ from typing import Any, Literal
 
 import yaml
 
+from spartan.wording import nearest, one_line
+
 # Patterns by name; blocks are a pair of numbers.
 PATTERN = r"unstructured|channel(:(in|out))?|nm:\d+:\d+"
 
 
 class RecipeError(ValueError):
     """A recipe that cannot be run; the text says which key, what was given and what is accepted."""
+
+
+@contextmanager
+def blaming_the_recipe() -> Iterator[None]:
+    """Raises as RecipeError whatever ValueError the library has about values that come from a recipe."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -191,7 +204,7 @@ def load_recipe(recipe: str | Path, sets: Sequence[str] = ()) -> Config:
     try:
         values = yaml.load(text, _Loader) or {}
     except yaml.YAMLError as error:
-        raise RecipeError(f"{origin} is not YAML: {' '.join(str(error).split())}") from None
+        raise RecipeError(f"{origin} is not YAML: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise RecipeError(f"{origin} must be a table of keys and values, not {type(values).__name__}")
     for setting in sets:
@@ -207,7 +220,7 @@ def _read(recipe: str | Path) -> tuple[str, str]:
         if not path.is_file():
             raise RecipeError(f"recipe: there is no file {path}")
         return path.read_text("utf-8"), str(path)
-    hint = nearest(str(recipe), recipe_names())
+    hint = nearest(recipe, recipe_names())
     raise RecipeError(f"recipe: {recipe!r} is unknown{hint}; `spartan recipes` lists them, a path must end in .yaml")
 
 
@@ -247,7 +260,7 @@ def _build(cls: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
     known = [f.name for f in dataclasses.fields(cls)]
     for key in values:
         if key not in known:
-            raise RecipeError(f"{prefix}{key}: there is no such key{nearest(str(key), known)}")
+            raise RecipeError(f"{prefix}{key}: there is no such key{nearest(key, known)}")
     return cls(**{key: _convert(hints[key], value, prefix + key) for key, value in values.items()})
 
 
@@ -262,7 +275,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         return _convert_union(args, value, key, hint)
     if origin is Literal:
         if value not in args:
-            raise RecipeError(f"{key}: {value!r} is not accepted{nearest(str(value), args)}; accepted: {_list(args)}")
+            raise RecipeError(f"{key}: {value!r} is not accepted{nearest(value, args)}; accepted: {_list(args)}")
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)) or len(value) != len(args):
@@ -317,17 +330,6 @@ def _type_name(hint: Any) -> str:
 
 def _list(values: Sequence[Any]) -> str:
     return ", ".join(str(v) for v in values)
-
-
-def nearest(word: str, words: Sequence[Any]) -> str:
-    """A hint for a misspelt word, or nothing."""
-    near = difflib.get_close_matches(word, [str(w) for w in words], n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
-def reason(error: BaseException) -> str:
-    """An exception in one line."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def to_yaml(config: Config) -> str:

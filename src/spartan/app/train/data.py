@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from spartan.app.train.config import Config, RecipeError, nearest
+from spartan.app.train.config import Config, RecipeError
 from spartan.app.train.processes import Processes, micro_batch
+from spartan.wording import nearest
 
 Batch = tuple[Tensor, Tensor]
 
@@ -97,20 +95,3 @@ def source_path(config: Config) -> Path:
     if not config.data.path:
         raise RecipeError(f"data.path: not set; {config.data.source} needs it (--set data.path=...)")
     return Path(config.data.path).expanduser()
-
-
-def load_function(key: str, spec: str) -> Callable[..., Any]:
-    """The function that `module:function` names; modules in the current directory are found too."""
-    module_name, _, name = spec.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code, which may fail in any way
-        raise RecipeError(f"{key}: cannot import {module_name!r} ({type(error).__name__}: {error})") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        public = [n for n in vars(module) if not n.startswith("_")]
-        raise RecipeError(f"{key}: {module_name!r} has no function {name!r}{nearest(name, public)}")
-    return function

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from spartan.app.train import vision
-from spartan.app.train.config import Config, RecipeError
+from spartan import zoo
+from spartan.app.train.config import Config, RecipeError, blaming_the_recipe
 from spartan.app.train.data import Batch, Data, seed_of
 from spartan.app.train.image_tables import TABLES, Table
 from spartan.app.train.processes import Processes
@@ -62,7 +62,7 @@ class Images(Dataset[Sample | RecipeError]):
 @functools.cache
 def _transform(size: int, randaugment: tuple[int, int] | None, train: bool) -> Callable[[Any], Tensor]:
     """Made in the process that uses it: a worker must be able to import torchvision by itself."""
-    vision.torchvision()
+    zoo.torchvision()
     v2 = importlib.import_module("torchvision.transforms.v2")
     if train:
         steps = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
@@ -110,7 +110,8 @@ class LargeImages(Data):
                 raise RecipeError(f"data.{key}: {value} is for small images only; set it to 0")
         if config.data.randaugment and not (config.data.randaugment[0] >= 0 <= config.data.randaugment[1] <= 30):
             raise RecipeError(f"data.randaugment: {list(config.data.randaugment)} must be [operations, 0 to 30]")
-        vision.torchvision()  # a missing package is an error here, not in a worker
+        with blaming_the_recipe():
+            zoo.torchvision()  # a missing package is an error here, not in a worker
         train, test = TABLES[config.data.source](config)
         self._check_counts(config, train, test)
         side, self._table = config.data.image_size, train

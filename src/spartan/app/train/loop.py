@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from spartan.app.train import checkpoint, folder
-from spartan.app.train.config import Config, RecipeError, reason
+from spartan.app.train.config import Config, RecipeError
 from spartan.app.train.data import Data, build_data, seed_of
 from spartan.app.train.display import Display
 from spartan.app.train.metrics import Metrics
 from spartan.app.train.mixing import mix_batch
 from spartan.app.train.parallel import spread
 from spartan.app.train.processes import Agreement, choose_device, current
-from spartan.app.train.setup import build_cost, build_optimizer, build_sparsifier, lr_at
+from spartan.app.train.setup import build_cost, build_model, build_optimizer, build_sparsifier, lr_at
 from spartan.app.train.signals import Interrupted, StopSignals
-from spartan.zoo import build_model
+from spartan.wording import first_line, one_line
 
 FLUSH_EVERY = 50  # steps between looks at the device
 MASK_SAMPLE = 1 << 20  # weights whose masks are remembered after every epoch
@@ -79,7 +79,7 @@ class Trainer:
                 out = model(torch.zeros(1, *self.data.shape, device=self.device))
         except (RuntimeError, ValueError, AssertionError, TypeError) as error:
             how = "" if self.us.alone else f" with parallel: {self.config.parallel}"
-            message = f"model: {self.config.model} cannot take {self.data.shape} images{how}: {reason(error)}"
+            message = f"model: {self.config.model} cannot take {self.data.shape} images{how}: {first_line(error)}"
             raise RecipeError(message) from None
         if not isinstance(out, Tensor) or out.shape != (1, self.data.classes):
             got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
@@ -351,5 +351,5 @@ def evaluate(config: Config, weights: Mapping[str, Tensor]) -> dict[str, float]:
     try:
         trainer.model.load_state_dict(dict(weights))
     except RuntimeError as error:
-        raise RecipeError(f"the weights do not fit model {config.model}: {' '.join(str(error).split())}") from None
+        raise RecipeError(f"the weights do not fit model {config.model}: {one_line(error)}") from None
     return trainer.evaluate()

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from spartan.app.train.config import Config, RecipeError, reason
+from spartan.app.train.config import Config, RecipeError
+from spartan.wording import first_line
 
 T = TypeVar("T")
 
@@ -166,7 +167,7 @@ def choose_device(name: str, us: Processes) -> torch.device:
     except Exception as error:
         count = torch.cuda.device_count()
         more = f"; this machine has {count} GPUs, so at most {count} processes" if us.local >= count > 0 else ""
-        raise RecipeError(f"device: {name!r} cannot be used here ({reason(error)}{more})") from None
+        raise RecipeError(f"device: {name!r} cannot be used here ({first_line(error)}{more})") from None
     if device.type == "cuda" and not us.alone:
         torch.cuda.set_device(device)
     return device
@@ -242,7 +243,7 @@ def _meet(us: Processes) -> Store:
     except (RuntimeError, ValueError) as error:
         raise Stopped(
             f"process {us.rank} waited for {us.world} processes to meet at {where}, at most {seconds} s ({TIMEOUT}), and "
-            f"they did not all come: {reason(error)}"
+            f"they did not all come: {first_line(error)}"
         ) from error
     return store
 
@@ -310,7 +311,8 @@ def _lost(error: Exception) -> bool:
 
 def _silent(us: Processes, error: Exception) -> Exception:
     return Stopped(
-        f"one of the {us.world} processes ended or fell silent without a word; process {us.rank} ends too: {reason(error)}"
+        f"one of the {us.world} processes ended or fell silent without a word; process {us.rank} ends too: "
+        f"{first_line(error)}"
     )
 
 

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 import spartan
-from spartan import NM, Block, Channel, Flops, Sparsifier, Unstructured
-from spartan.app.train.config import Config, RecipeError, nearest
+from spartan import NM, Block, Channel, Flops, Sparsifier, Unstructured, zoo
+from spartan.app.train.config import Config, RecipeError, blaming_the_recipe
 from spartan.methods import Method
 from spartan.patterns import Pattern
 from spartan.schedules import Schedule
 from spartan.targets import Target
+from spartan.wording import nearest
 
 SHAPES = ("linear", "cosine", "cubic")
 
@@ -55,6 +56,13 @@ def _argument(key: str, value: Any) -> Any:
     return Schedule(float(ends[0]), float(ends[1]), shape)
 
 
+def build_model(config: Config, classes: int, shape: tuple[int, int, int]) -> nn.Module:
+    """The model of a recipe, untrained."""
+    with blaming_the_recipe():
+        source = f"data.source {config.data.source}"
+        return zoo.build_model(config.model, classes, shape, config.model_args, source)
+
+
 def build_pattern(config: Config) -> Pattern:
     """The pattern by name, with its arguments after colons; a pair [h, w] is Block(h, w)."""
     if not isinstance(config.pattern, str):
@@ -85,16 +93,14 @@ def build_cost(config: Config, model: nn.Module, shape: tuple[int, int, int]) ->
     if config.cost != "flops":
         return None
     images = torch.zeros(1, *shape, device=next(model.parameters()).device)
-    try:
+    with blaming_the_recipe():
         counted = Flops(images, config.value_power).table(model, config.include, config.exclude)
-    except ValueError as error:
-        raise RecipeError(str(error)) from None
     return CountedFlops(images, config.value_power, counted)
 
 
 def build_sparsifier(config: Config, model: nn.Module, cost: Flops | None, total_steps: int) -> Sparsifier:
     """The sparsifier of a recipe."""
-    try:
+    with blaming_the_recipe():
         return Sparsifier(
             model,
             config.sparsity,
@@ -109,10 +115,6 @@ def build_sparsifier(config: Config, model: nn.Module, cost: Flops | None, total
             finetune=config.finetune,
             count=config.count,
         )
-    except RecipeError:
-        raise
-    except ValueError as error:
-        raise RecipeError(str(error)) from None
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spartan.app.train import vision
-from spartan.app.train.config import Config, RecipeError, nearest
-from spartan.app.train.data import Batch, Data, load_function, seed_of, source_path
+from spartan import zoo
+from spartan.app.train.config import Config, RecipeError, blaming_the_recipe
+from spartan.app.train.data import Batch, Data, seed_of, source_path
 from spartan.app.train.processes import Processes
+from spartan.wording import nearest, one_line
 
 NAMES = ("x_train", "y_train", "x_test", "y_test")
 
@@ -189,7 +190,9 @@ READERS: dict[str, Callable[[Config], Sequence[Any]]] = {"digits": _digits, "npz
 
 
 def _from_function(source: str) -> Sequence[Any]:
-    arrays = load_function("data.source", source)()
+    with blaming_the_recipe():
+        function = zoo.load_function("data.source", source)
+    arrays = function()
     if not isinstance(arrays, (tuple, list)) or len(arrays) != 4:
         raise RecipeError(f"data.source: {source} must return {', '.join(NAMES)}, not {type(arrays).__name__}")
     return arrays
@@ -203,7 +206,8 @@ def _from_torchvision(name: str, config: Config) -> Sequence[Any]:
             f"accepted: {', '.join(TORCHVISION)}"
         )
     root, arrays = source_path(config), []
-    dataset = getattr(vision.torchvision().datasets, name)
+    with blaming_the_recipe():
+        dataset = getattr(zoo.torchvision().datasets, name)
     options = {"download": config.data.download} if "download" in inspect.signature(dataset).parameters else {}
     for part in TORCHVISION[name]:
         try:
@@ -211,7 +215,7 @@ def _from_torchvision(name: str, config: Config) -> Sequence[Any]:
                 warnings.simplefilter("ignore")  # old pickles and headers that these sets come in
                 loaded = dataset(str(root), **part, **options)
         except (RuntimeError, OSError, ImportError) as error:  # not there, not reachable, or SVHN without scipy
-            reason = (" ".join(str(error).split()) or type(error).__name__).rstrip(".")
+            reason = one_line(error).rstrip(".")
             raise RecipeError(
                 f"data.path: {name} could not be loaded from {root} ({reason}); set data.download=true to fetch it, or "
                 "data.path to the folder that has it or to an .npz of its arrays"
