@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
@@ -62,7 +61,7 @@ class Powerprop(Method):
     def __post_init__(self, method_args: Mapping[str, Any] | None) -> None:
         if not 1 <= self.alpha < math.inf:
             raise ValueError(f"Powerprop: alpha={self.alpha!r} is not a power of the weights; a number ≥ 1 is needed")
-        inner = _with_args(self.method, method_args)
+        inner = as_method(self.method, method_args)
         if isinstance(inner, Powerprop):
             raise ValueError(f"Powerprop: method={inner!r} is a power already; multiply the two alpha instead")
         if inner.grows_from_zero or isinstance(inner, ACDC):
@@ -167,21 +166,3 @@ class _Power(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         return grads[0] * ctx.alpha * x.abs().pow(ctx.alpha - 1.0), None
-
-
-def _with_args(method: str | Method | type[Method], args: Mapping[str, Any] | None) -> Method:
-    """The inner method with its settings."""
-    inner = as_method(method)
-    if not args:
-        return inner
-    if isinstance(method, Method):
-        raise ValueError(
-            f"Powerprop: method_args={dict(args)!r} goes with a method's name; {method!r} has its settings already"
-        )
-    accepted = list(inspect.signature(type(inner)).parameters)
-    for key in args:
-        if key not in accepted:
-            raise ValueError(
-                f"Powerprop: method_args: {inner.name} has no setting {key!r}; accepted: {', '.join(accepted) or 'none'}"
-            )
-    return type(inner)(**args)

@@ -109,7 +109,7 @@ def test_a_sweep_survives_failing_runs_and_skips_what_is_finished(tmp_path: Path
     assert result.exit_code == 1, result.output
     assert sorted(p.name for p in out.iterdir()) == ["dense-0.9-seed0", "logs", "report.html"]  # nothing half-made
     assert is_finished(out / "dense-0.9-seed0")
-    assert result.stderr.count("error: method: 'spartn' is unknown (did you mean spartan?)") == 2
+    assert result.stderr.count("error: method='spartn' is unknown (did you mean spartan?)") == 2
     assert result.stderr.count("failed: ") == 2
     assert "2 of 3 runs failed" in result.stderr
     assert "[3/3]" in result.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,35 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-import spartan
 from spartan import NM, Block, Channel, Flops, Sparsifier, Unstructured, zoo
 from spartan.app.train.config import Config, RecipeError, blaming_the_recipe
-from spartan.methods import Method
+from spartan.methods import Method, as_method
 from spartan.patterns import Pattern
 from spartan.schedules import Schedule
 from spartan.targets import Target
-from spartan.wording import nearest
 
 SHAPES = ("linear", "cosine", "cubic")
 
 
 def build_method(config: Config) -> Method:
-    """The method by name, with its arguments; [a, b] is linear(a, b), and [cubic, a, b] a schedule of that shape."""
-    known = {entry.name: entry.cls for entry in spartan.methods()}
-    if config.method not in known:
-        raise RecipeError(
-            f"method: {config.method!r} is unknown{nearest(config.method, list(known))}; see `spartan methods`"
-        )
-    arguments = {key: _argument(f"method_args.{key}", value) for key, value in config.method_args.items()}
-    accepted = list(inspect.signature(known[config.method]).parameters)
-    for key in arguments:
-        if key not in accepted:
-            hint = f"{nearest(key, accepted)}; accepted: {', '.join(accepted) or 'none'}"
-            raise RecipeError(f"method_args.{key}: {config.method} has no such argument{hint}")
-    try:
-        return known[config.method](**arguments)
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"method_args: {error}") from None
+    """The method of a recipe; among its arguments [a, b] is linear(a, b), and [cubic, a, b] a schedule of that shape."""
+    with blaming_the_recipe():
+        arguments = {key: _argument(f"method_args.{key}", value) for key, value in config.method_args.items()}
+        return as_method(config.method, arguments)
 
 
 def _argument(key: str, value: Any) -> Any:
