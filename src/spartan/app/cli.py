@@ -136,14 +136,14 @@ def train(
     summary.json and report.html. Every mistake in a recipe is found before the folder is made.
     """
     from spartan.app.train.config import RecipeError, load_recipe, to_yaml
+    from spartan.app.train.folder import check_resume_settings, choose_folder
     from spartan.app.train.processes import joined, restarted
-    from spartan.app.train.runs import check_settings_on_the_way, to_continue
 
     if resume is not None:
         given = [n for n, v in {"RECIPE": recipe, "--out": out, "--show": show}.items() if v]
         if given:
             raise RecipeError(f"--resume continues a run as it was started; it cannot be combined with {given[0]}")
-        check_settings_on_the_way(sets or [])
+        check_resume_settings(sets or [])
     name = recipe or "digits"
     asked = load_recipe(name, sets or ()) if resume is None else None
     if show and asked is not None:
@@ -158,7 +158,7 @@ def train(
         def plan() -> tuple[Config | None, Path, bool]:
             if resume is not None or asked is None:
                 return None, resume or Path(), True
-            return asked, *to_continue(name, asked, out, again)
+            return asked, *choose_folder(name, asked, out, again)
 
         # The first process's word counts for all: on another machine the folder may not have been there, or is by now.
         config, folder, unfinished = us.decide(plan)
@@ -175,13 +175,13 @@ def train(
 
 
 def _resume(folder: Path, sets: list[str], quiet: bool, us: Processes) -> None:
+    from spartan.app.runs import read_run, result_line
     from spartan.app.train import loop
-    from spartan.app.train.runs import read_run, result
 
     run = us.decide(lambda: read_run(folder))
     if run.summary is not None:
         if us.first:
-            typer.echo(f"{folder} is finished: {result(run.summary)}")
+            typer.echo(f"{folder} is finished: {result_line(run.summary)}")
         return
     if us.first and not quiet:
         typer.echo(f"continuing {folder}" + ("" if us.alone else f" on {us.world} processes"))
@@ -192,10 +192,10 @@ def _resume(folder: Path, sets: list[str], quiet: bool, us: Processes) -> None:
 
 def _finish(folder: Path, summary: dict[str, Any]) -> None:
     """The report and one line with the result."""
-    from spartan.app.train.runs import result
+    from spartan.app.runs import result_line
 
     page = _try_report(folder)
-    typer.echo(f"{folder}: {result(summary)}" + (f"; report: {page}" if page else ""))
+    typer.echo(f"{folder}: {result_line(summary)}" + (f"; report: {page}" if page else ""))
 
 
 def _try_report(folder: Path) -> Path | None:
@@ -216,8 +216,8 @@ def recipes() -> None:
     `spartan train NAME --show` prints one in full.
     """
     from spartan.app.report.compare import print_table
+    from spartan.app.runs import data_name
     from spartan.app.train.config import load_recipe, recipe_names
-    from spartan.app.train.runs import data_name
 
     configs = {name: load_recipe(name) for name in recipe_names()}
     rows = [[n, c.model, data_name(c), f"{c.sparsity:g}", c.description] for n, c in configs.items()]
@@ -255,7 +255,7 @@ def evaluate(
     spartan evaluate model.safetensors --recipe cifar10-wrn22
     """
     from spartan.app.train import loop
-    from spartan.app.train.runs import count_nonzero, load_trained
+    from spartan.app.trained import count_nonzero, load_trained
 
     config, weights, summary = load_trained(target, recipe, sets or ())
     scores = loop.evaluate(config, weights)
@@ -284,7 +284,7 @@ def compare(
     spartan compare runs/sweep --markdown table.md --csv runs.csv --plot curve.png
     """
     from spartan.app.report import compare as tables
-    from spartan.app.train.runs import find_runs
+    from spartan.app.runs import find_runs
 
     found = find_runs(runs)
     rows = tables.rows_of(found)
@@ -328,7 +328,7 @@ def sweep(
     spartan sweep cifar10-wrn22 --set 'method_args={beta: [1, 5]},{beta: [1, 10]}' --seeds 3 --jobs 4
     """
     from spartan.app.report.compare import is_plain, print_comparison
-    from spartan.app.train.runs import find_runs
+    from spartan.app.runs import find_runs
     from spartan.app.train.sweep import Sweep, Telling, plan
 
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:

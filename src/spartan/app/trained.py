@@ -1,8 +1,8 @@
-"""A trained model from a run folder or a file: what `spartan export`, `inspect --kernels` and `bench` work on."""
+"""Finds trained models in run folders and files, for `spartan evaluate`, `export`, `inspect --kernels` and `bench`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spartan.app.train.config import Config, RecipeError
+from spartan.app.runs import read_run
+from spartan.app.train.config import Config, RecipeError, load_recipe
 from spartan.app.train.data import Data, build_data
-from spartan.app.train.runs import is_packed, load_trained
 from spartan.app.train.setup import build_model
 from spartan.files.architecture import Unbuildable, build
-from spartan.files.load import check_memory, open_file, unpack_all
+from spartan.files.load import check_memory, open_file, read, unpack_all
 from spartan.wording import one_line
 
 CPU = torch.device("cpu")
@@ -105,3 +105,54 @@ def _by_file(path: Path) -> Trained:
         raise RecipeError(f"{path}: {error}; --recipe RECIPE names the model") from None
     model.load_state_dict(unpack_all(contents))
     return Trained(path.resolve().name.removesuffix(".safetensors"), path, True, model.eval(), dict(reference), None)
+
+
+# ---------------------------------------------------------------------- weights alone
+
+
+def load_trained(
+    target: Path, recipe: str | None, sets: Sequence[str] = ()
+) -> tuple[Config, dict[str, Tensor], dict[str, Any] | None]:
+    """Recipe, weights and summary of a finished run; of a file of weights, with the recipe it needs and no summary."""
+    if not target.is_dir():
+        if recipe is None:
+            hint = "a file needs --recipe RECIPE" if target.is_file() else "there is no such run folder or file"
+            raise RecipeError(f"{target}: {hint}")
+        return load_recipe(recipe, sets), _load_weights(target), None
+    if recipe is not None:
+        raise RecipeError(f"--recipe: {target} is a run folder and has its own; use --set to change keys of it")
+    summary = read_run(target).summary
+    if summary is None:
+        raise ValueError(f"{target} is unfinished; continue it first: spartan train --resume {target}")
+    return load_recipe(target / "recipe.yaml", sets), _load_weights(target / "model.safetensors"), summary
+
+
+def _load_weights(file: Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors file, packed by `spartan.save` or plain."""
+    from safetensors.torch import load_file
+
+    return read(file) if is_packed(file) else load_file(file)
+
+
+def is_packed(file: Path) -> bool:
+    """Whether `spartan.save` wrote a .safetensors file; ValueError where it is none."""
+    from safetensors import SafetensorError, safe_open
+
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}")
+    try:
+        with safe_open(file, "pt") as opened:
+            return "spartan.version" in (opened.metadata() or {})
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read as safetensors: {error}") from None
+
+
+def count_nonzero(weights: Mapping[str, Tensor], summary: Mapping[str, Any] | None) -> tuple[int, int, str]:
+    """Nonzero and all of the weights that a run counted; without its summary, of the tensors that can be sparse."""
+    sizes = {name: (int((w != 0).sum()), w.numel()) for name, w in weights.items() if w.ndim > 1}
+    if summary is None:
+        kind = "weights in tensors of 2 or more dimensions"
+        return sum(n for n, _ in sizes.values()), sum(n for _, n in sizes.values()), kind
+    counted = [sizes[layer["name"]] for layer in summary["layers"]]
+    zeros, total = sum(size - nonzero for nonzero, size in counted), int(summary["parameters"])
+    return total - zeros, total, "counted weights"

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from spartan.app.cli import app
 from spartan.app.report import compare
+from spartan.app.runs import find_runs, identity, read_run
 from spartan.app.train.config import load_recipe, to_yaml
-from spartan.app.train.runs import find_runs, identity, read_run
 
 SUMMARY = {
     "top5": 0.99,

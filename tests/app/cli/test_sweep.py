@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from spartan.app.cli import app
+from spartan.app.runs import epochs_done, is_finished, read_run
 from spartan.app.train.config import RecipeError
-from spartan.app.train.runs import is_finished, read_run
-from spartan.app.train.sweep import Outcome, Sweep, Telling, epochs_done, grid, plan, split_values
+from spartan.app.train.sweep import Outcome, Sweep, Telling, grid, plan, split_values
 from tests.app.cli.test_compare import make_run
 
 

@@ -5,30 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from spartan.app.report.reading import Run, number
 from spartan.app.report.series import downsample, mask_correlations
+from spartan.app.runs import RunFolder, number
 
 Chart = dict[str, Any]
 
 
-def training_charts(run: Run) -> list[Chart]:
+def training_charts(run: RunFolder) -> list[Chart]:
     """Accuracy, loss and learning rate."""
     return _present([_accuracy(run), _loss(run), _learning_rate(run)])
 
 
-def sparsity_charts(run: Run) -> list[Chart]:
+def sparsity_charts(run: RunFolder) -> list[Chart]:
     """Density, β, and how the soft mask is distributed."""
     return _present([_density(run), _beta(run), _histogram(run)])
 
 
-def exploration_charts(run: Run) -> list[Chart]:
+def exploration_charts(run: RunFolder) -> list[Chart]:
     """How the mask moves: the paper's exploration figure."""
     masks = run.masks()
     if masks is None or len(masks) < 2:
         return []
     with_last, with_previous = mask_correlations(masks)
     epochs = list(range(1, len(masks) + 1))
-    last = "with the final mask" if run.summary is not None else "with the latest mask"
+    last = "with the final mask" if run.finished else "with the latest mask"
     per_epoch = _per_epoch(run)
     return _present(
         [
@@ -51,7 +51,7 @@ def exploration_charts(run: Run) -> list[Chart]:
     )
 
 
-def layer_charts(run: Run) -> list[Chart]:
+def layer_charts(run: RunFolder) -> list[Chart]:
     """Sparsity of every layer."""
     layers = (run.summary or {}).get("layers") or []
     densities = [number(layer.get("density")) for layer in layers]
@@ -113,13 +113,13 @@ def _whole(records: Sequence[dict[str, Any]], key: str) -> list[float]:
     return [int(r[key]) for r in records]
 
 
-def _per_epoch(run: Run) -> float | None:
+def _per_epoch(run: RunFolder) -> float | None:
     """Steps per epoch."""
     total = run.total_steps
     return total / run.planned_epochs if total and run.planned_epochs else None
 
 
-def _accuracy(run: Run) -> Chart:
+def _accuracy(run: RunFolder) -> Chart:
     at = _whole(run.epochs, "epoch")
     return {
         "id": "accuracy",
@@ -134,7 +134,7 @@ def _accuracy(run: Run) -> Chart:
     }
 
 
-def _loss(run: Run) -> Chart:
+def _loss(run: RunFolder) -> Chart:
     at, per_epoch = _whole(run.epochs, "epoch"), _per_epoch(run)
     # Before the first epoch ends nobody knows how long one is: then the axis counts steps.
     steps = [s / (per_epoch or 1) for s in _whole(run.steps, "step")]
@@ -152,14 +152,14 @@ def _loss(run: Run) -> Chart:
     }
 
 
-def _over_steps(run: Run, key: str) -> tuple[list[float], list[float | None]]:
+def _over_steps(run: RunFolder, key: str) -> tuple[list[float], list[float | None]]:
     """A column of the steps, without those that do not have it."""
     pairs = [(int(r["step"]), number(r.get(key))) for r in run.steps]
     known = [(s, v) for s, v in pairs if v is not None]
     return [s for s, _ in known], [v for _, v in known]
 
 
-def _learning_rate(run: Run) -> Chart:
+def _learning_rate(run: RunFolder) -> Chart:
     return {
         "id": "lr",
         "title": "Learning rate",
@@ -170,7 +170,7 @@ def _learning_rate(run: Run) -> Chart:
     }
 
 
-def _density(run: Run) -> Chart:
+def _density(run: RunFolder) -> Chart:
     asked_at, asked = _over_steps(run, "target_density")
     # The density of a step is known only where the host looked; every epoch's end is one such moment.
     found = dict(zip(*_over_steps(run, "density"), strict=True))
@@ -194,7 +194,7 @@ def _density(run: Run) -> Chart:
     }
 
 
-def _beta(run: Run) -> Chart:
+def _beta(run: RunFolder) -> Chart:
     return {
         "id": "beta",
         "title": "Sharpness β",
@@ -206,7 +206,7 @@ def _beta(run: Run) -> Chart:
     }
 
 
-def _histogram(run: Run) -> Chart:
+def _histogram(run: RunFolder) -> Chart:
     frames = [(int(e["epoch"]), e["mask_histogram"]) for e in run.epochs if _is_histogram(e.get("mask_histogram"))]
     if not frames:
         return {"series": []}

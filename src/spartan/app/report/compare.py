@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spartan.app.train.runs import Run, asked_sparsity, data_name, identity, settings
+from spartan.app.runs import RunFolder, data_name, identity, settings
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vP*X"
@@ -29,9 +29,9 @@ class Row:
     sparsity: float
     # keys, beyond the above, in which this row differs from others of the same data and model
     extra: Mapping[str, Any]
-    runs: tuple[Run, ...]
+    runs: tuple[RunFolder, ...]
     # earlier runs of a seed that is among `runs`: no further sample, so no part of the means
-    repeated: tuple[Run, ...] = ()
+    repeated: tuple[RunFolder, ...] = ()
 
     def values(self, key: str) -> list[float]:
         """One figure of each run's summary, by seed; nan where a run has none."""
@@ -59,9 +59,9 @@ class Row:
         return " ".join(f"{key}={_short(value)}" for key, value in self.extra.items())
 
 
-def rows_of(runs: Sequence[Run]) -> list[Row]:
+def rows_of(runs: Sequence[RunFolder]) -> list[Row]:
     """The finished runs, grouped by everything but the seed."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RunFolder]] = {}
     for run in runs:
         if run.finished:
             groups.setdefault(identity(run.config, seed=False), []).append(run)
@@ -78,11 +78,11 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
             for key, value in own.items()
             if key not in ("method", "sparsity") and any(other[key] != value for other in others)
         }
-        rows.append(Row(*here, config.method, asked_sparsity(config), extra, chosen, repeated))
+        rows.append(Row(*here, config.method, members[0].sparsity, extra, chosen, repeated))
     return sorted(rows, key=lambda r: (r.data, r.model, r.sparsity, r.setting, r.method))
 
 
-def _one_per_seed(runs: Sequence[Run]) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+def _one_per_seed(runs: Sequence[RunFolder]) -> tuple[tuple[RunFolder, ...], tuple[RunFolder, ...]]:
     """The newest run of each seed, and the others."""
     by_age = sorted(runs, key=lambda run: ((run.folder / "summary.json").stat().st_mtime, str(run.folder)))
     newest = {run.seed: run for run in by_age}
@@ -90,17 +90,17 @@ def _one_per_seed(runs: Sequence[Run]) -> tuple[tuple[Run, ...], tuple[Run, ...]
     return chosen, tuple(run for run in by_age if newest[run.seed] is not run)
 
 
-def unfinished(runs: Sequence[Run]) -> list[str]:
+def unfinished(runs: Sequence[RunFolder]) -> list[str]:
     """A line for each run that did not come to its end."""
     return [
-        f"{run.folder}: unfinished, epoch {run.epochs[-1]['epoch'] if run.epochs else 0} of {run.config.epochs}; "
+        f"{run.folder}: unfinished, epoch {run.epochs[-1]['epoch'] if run.epochs else 0} of {run.planned_epochs}; "
         f"spartan train --resume {run.folder}"
         for run in runs
         if not run.finished
     ]
 
 
-def print_comparison(runs: Sequence[Run]) -> None:
+def print_comparison(runs: Sequence[RunFolder]) -> None:
     """The table of the finished runs, and a line for each run that is not part of it."""
     rows = rows_of(runs)
     if rows:

@@ -8,12 +8,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from spartan.app.report.reading import read_run
 from spartan.app.report.series import plain
 from spartan.app.report.several import comparison_page
 from spartan.app.report.single import run_page
 from spartan.app.report.words import escape
-from spartan.app.train.runs import find_runs, is_run
+from spartan.app.runs import RunFolder, find_runs, is_run
 
 # Nothing outside the page may be loaded, whatever a recipe or a layer's name says.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
@@ -38,8 +37,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     """Write the page of a run, or of a folder that holds several; returns where it is (report.html inside by default)."""
     out = run / "report.html" if out is None else out
     if is_run(run):
-        found = read_run(run)
-        title, (body, charts) = found.name, run_page(found)
+        title, (body, charts) = run.resolve().name, run_page(RunFolder(run))
     else:
         title, (body, charts) = run.resolve().name, comparison_page(run, find_runs([run]), out)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -10,13 +10,12 @@ from urllib.parse import quote
 
 from spartan.app.report.charts import Chart, line
 from spartan.app.report.compare import Row, rows_of
-from spartan.app.report.reading import number
 from spartan.app.report.single import LAST_EPOCH, chart_grid
 from spartan.app.report.words import Cell, count, duration, escape, percent, size, table
-from spartan.app.train.runs import Run, asked_sparsity
+from spartan.app.runs import RunFolder, number
 
 
-def comparison_page(folder: Path, runs: Sequence[Run], out: Path) -> tuple[str, list[Chart]]:
+def comparison_page(folder: Path, runs: Sequence[RunFolder], out: Path) -> tuple[str, list[Chart]]:
     """The page's body, and its charts."""
     rows = rows_of(runs)
     charts = _charts(rows)
@@ -98,21 +97,18 @@ def _figure(value: float, show: Callable[[Any], str]) -> Cell:
     return show(value), number(value)
 
 
-def _run_table(runs: Sequence[Run], out: Path) -> str:
+def _run_table(runs: Sequence[RunFolder], out: Path) -> str:
     columns = ["run", "method", "state", "sparsity", "seed", "top-1", "achieved sparsity", "time"]
     cells: list[list[Cell]] = []
     for run in runs:
         summary = run.summary or {}
-        state = "finished" if run.finished else f"unfinished, {len(run.epochs)} of {run.config.epochs} epochs"
         top1 = summary.get("top1") if run.finished else run.epochs[-1].get("top1") if run.epochs else None
-        sparsity = asked_sparsity(run.config)
-        name = run.folder.resolve().name
         cells.append(
             [
-                (name, name, f'<a href="{escape(_address(run.folder, out))}">{escape(name)}</a>'),
-                (run.config.method, run.config.method),
-                (state, state),
-                (f"{100 * sparsity:g}%", sparsity),
+                (run.name, run.name, f'<a href="{escape(_address(run.folder, out))}">{escape(run.name)}</a>'),
+                (run.method, run.method),
+                (run.status, run.status),
+                (f"{100 * run.sparsity:g}%", run.sparsity),
                 (str(run.seed), run.seed),
                 (percent(top1), number(top1)),
                 (percent(summary.get("achieved_sparsity")), number(summary.get("achieved_sparsity"))),

@@ -6,8 +6,8 @@ import shlex
 from typing import Any
 
 from spartan.app.report.charts import Chart, exploration_charts, layer_charts, sparsity_charts, training_charts
-from spartan.app.report.reading import Run, number
 from spartan.app.report.words import Cell, card, count, duration, escape, percent, ratio, short, size, table
+from spartan.app.runs import RunFolder, number
 
 LAST_EPOCH = (
     "Accuracy is that of the last epoch on the test data, not the best one seen on the way: "
@@ -15,7 +15,7 @@ LAST_EPOCH = (
 )
 
 
-def run_page(run: Run) -> tuple[str, list[Chart]]:
+def run_page(run: RunFolder) -> tuple[str, list[Chart]]:
     """The page's body, and its charts."""
     sections = [
         ("Training", "", training_charts(run)),
@@ -23,7 +23,7 @@ def run_page(run: Run) -> tuple[str, list[Chart]]:
         ("Exploration", "", exploration_charts(run)),
         ("Layers", _layer_table(run), layer_charts(run)),
     ]
-    if run.method == "dense":
+    if run.dense:
         del sections[2]
     parts = [_header(run), _notices(run), _cards(run), f'<p class="note lead">{escape(LAST_EPOCH)}</p>']
     for title, extra, charts in sections:
@@ -46,15 +46,13 @@ def chart_grid(charts: list[Chart]) -> str:
     return f'<div class="grid">{"".join(figures)}</div>' if figures else ""
 
 
-def _header(run: Run) -> str:
+def _header(run: RunFolder) -> str:
     recipe = run.recipe
     data = recipe.get("data")
     source = data.get("source", "?") if isinstance(data, dict) else "?"
-    what = "dense" if run.method == "dense" else f"{run.method} at {100 * run.sparsity:g}% sparsity"
-    facts = (
-        f"{what} · {recipe.get('model', '?')} on {source} · {run.planned_epochs} epochs · seed {recipe.get('seed', 0)}"
-    )
-    state = "good" if run.summary is not None else "warn"
+    what = "dense" if run.dense else f"{run.method} at {100 * run.sparsity:g}% sparsity"
+    facts = f"{what} · {recipe.get('model', '?')} on {source} · {run.planned_epochs} epochs · seed {run.seed}"
+    state = "good" if run.finished else "warn"
     description = f"<p>{escape(recipe['description'])}</p>" if recipe.get("description") else ""
     return (
         f'<header><div><p class="label">Spartan run</p><h1>{escape(run.name)}</h1><p class="facts">{escape(facts)}</p>'
@@ -62,9 +60,9 @@ def _header(run: Run) -> str:
     )
 
 
-def _notices(run: Run) -> str:
+def _notices(run: RunFolder) -> str:
     texts = []
-    if run.summary is None:
+    if not run.finished:
         texts.append(f"This run is {run.status}; figures are those of the last epoch it reached.")
     lost = next((r for r in run.steps if "loss" in r and number(r["loss"]) is None), None)
     if lost is not None:
@@ -77,7 +75,7 @@ def _notices(run: Run) -> str:
     return "".join(f'<p class="notice" role="note">{escape(t)}</p>' for t in texts)
 
 
-def _cards(run: Run) -> str:
+def _cards(run: RunFolder) -> str:
     last = run.epochs[-1] if run.epochs else {}
     s: dict[str, Any] = run.summary or {}
     top1, top5 = s.get("top1", last.get("top1")), s.get("top5", last.get("top5"))
@@ -104,11 +102,11 @@ def _cards(run: Run) -> str:
     return f'<div class="figures">{"".join(cards)}</div>'
 
 
-def _nothing(run: Run, title: str, charts: list[Chart]) -> str:
+def _nothing(run: RunFolder, title: str, charts: list[Chart]) -> str:
     """Why a section is empty."""
     if charts:
         return ""
-    if title == "Sparsity" and run.method == "dense":
+    if title == "Sparsity" and run.dense:
         text = "A dense run: every weight is kept."
     elif title == "Layers":
         text = "The layer table is written when the run finishes."
@@ -119,7 +117,7 @@ def _nothing(run: Run, title: str, charts: list[Chart]) -> str:
     return f'<p class="note">{text}</p>'
 
 
-def _layer_table(run: Run) -> str:
+def _layer_table(run: RunFolder) -> str:
     layers = (run.summary or {}).get("layers") or []
     if not layers:
         return ""
@@ -146,10 +144,10 @@ def _layer_table(run: Run) -> str:
     return f'<div class="card">{table(columns, rows, "Layers", text=3)}{note}</div>'
 
 
-def _reproduce(run: Run) -> str:
+def _reproduce(run: RunFolder) -> str:
     again = shlex.join(["spartan", "train", f"{run.name}/recipe.yaml", "--out", f"{run.name}-again"])
     resume = shlex.join(["spartan", "train", "--resume", run.name])
-    ask = "Continue it (a finished run is left as it is)" if run.summary is not None else "Continue it where it stopped"
+    ask = "Continue it (a finished run is left as it is)" if run.finished else "Continue it where it stopped"
     environment = run.environment
     command = environment.get("command")
     facts: list[tuple[str, Any]] = [

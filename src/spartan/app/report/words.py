@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from spartan.app.report.reading import number
+from spartan.app.runs import number
 
 NONE = "–"
 

@@ -180,7 +180,7 @@ def _check_ranges(c: Config) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without its numbers to the base 60: 2:4 is text, not 124."""
+    """Reads YAML without its numbers to the base 60: 2:4 is text, not 124."""
 
 
 def _decimal(loader: _Loader, node: yaml.ScalarNode) -> Any:
@@ -190,6 +190,11 @@ def _decimal(loader: _Loader, node: yaml.ScalarNode) -> Any:
 
 for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
     _Loader.add_constructor(_tag, _decimal)
+
+
+def parse_yaml(text: str) -> Any:
+    """What YAML says, as recipes are read."""
+    return yaml.load(text, _Loader)
 
 
 def recipe_names() -> list[str]:
@@ -202,7 +207,7 @@ def load_recipe(recipe: str | Path, sets: Sequence[str] = ()) -> Config:
     """A built-in recipe by name, or a YAML file, with `key=value` settings on top (dots reach into sections)."""
     text, origin = _read(recipe)
     try:
-        values = yaml.load(text, _Loader) or {}
+        values = parse_yaml(text) or {}
     except yaml.YAMLError as error:
         raise RecipeError(f"{origin} is not YAML: {one_line(error)}") from None
     if not isinstance(values, dict):
@@ -235,7 +240,7 @@ def _apply(values: dict[str, Any], setting: str) -> None:
             raise RecipeError(f"{key}: {section} is a value, not a section")
         values = inner
     try:
-        values[last] = _number_or(yaml.load(text, _Loader))
+        values[last] = _number_or(parse_yaml(text))
     except yaml.YAMLError:
         raise RecipeError(f"--set {setting!r}: {text!r} cannot be read as a value") from None
 

@@ -1,4 +1,4 @@
-"""The run folder: what is written when a run begins and when it ends."""
+"""Chooses a run's folder and writes what belongs there when the run begins and when it ends."""
 
 from __future__ import annotations
 
@@ -18,12 +18,59 @@ import torch
 from torch import nn
 
 import spartan
+from spartan.app.runs import INCIDENTAL, INCIDENTAL_DATA, is_finished, is_run, read_run
 from spartan.app.train.checkpoint import write_atomically
-from spartan.app.train.config import Config, RecipeError, load_recipe, to_yaml
+from spartan.app.train.config import Config, RecipeError, to_yaml
 from spartan.app.train.processes import current
 
 if TYPE_CHECKING:
     from spartan.app.train.loop import Trainer
+
+
+def run_name(recipe: str, config: Config) -> str:
+    """What a run's folder is called when nobody says."""
+    return f"{Path(recipe).stem}-{config.method}-{config.sparsity:g}-seed{config.seed}".replace("/", "_")
+
+
+def choose_folder(recipe: str, config: Config, out: Path | None, again: bool) -> tuple[Path, bool]:
+    """The folder of a run, and whether the run is there already, to be continued.
+
+    It is `again` when torchrun starts its processes anew after one has died: then a folder with a run of the very same
+    recipe is continued, the one asked for or the last unfinished one under the usual name. Anybody else has to ask for it
+    with --resume.
+    """
+    if out is None:
+        usual = Path("runs") / run_name(recipe, config)
+        mine = [p for p in usual.parent.glob(f"{usual.name}*") if again and _same_run(p, config) and not is_finished(p)]
+        newest = max(mine, key=lambda p: (p / "recipe.yaml").stat().st_mtime_ns, default=None)
+        return (_free_folder(usual), False) if newest is None else (newest, True)
+    if not is_run(out) or (again and _same_run(out, config)):
+        return out, is_run(out)
+    raise RecipeError(f"--out: {out} holds a run already; continue it with --resume {out}, or choose another folder")
+
+
+def _same_run(folder: Path, config: Config) -> bool:
+    return is_run(folder) and read_run(folder).config == config
+
+
+def _free_folder(first: Path) -> Path:
+    """This folder or, where it exists, the first of folder-2, folder-3, … that does not."""
+    folder, counter = first, 1
+    while folder.exists():
+        counter += 1
+        folder = first.with_name(f"{first.name}-{counter}")
+    return folder
+
+
+def check_resume_settings(sets: Sequence[str]) -> None:
+    """A run that goes on may change where and how it is done, not what it computes."""
+    free = [*INCIDENTAL, *(f"data.{key}" for key in INCIDENTAL_DATA)]
+    for key in (setting.partition("=")[0].strip() for setting in sets):
+        if key not in free:
+            raise RecipeError(
+                f"--resume continues a run as it was started; it cannot be combined with --set {key}, but with --set of "
+                f"{', '.join(free)}"
+            )
 
 
 def create(out: Path, config: Config, device: torch.device, command: list[str]) -> None:
@@ -58,14 +105,6 @@ def locked(out: Path) -> Iterator[None]:
         except OSError:
             raise RecipeError(f"{out} is being trained by another process; wait for it, or stop it first") from None
         yield
-
-
-def recipe_of(out: Path, sets: Sequence[str] = ()) -> Config:
-    """The recipe a run was started with, and settings that say where and how it is done from now on."""
-    path = out / "recipe.yaml"
-    if not path.is_file():
-        raise RecipeError(f"{out} is not a run folder: it has no recipe.yaml")
-    return load_recipe(path, sets)
 
 
 def environment(device: torch.device, command: list[str]) -> dict[str, Any]:

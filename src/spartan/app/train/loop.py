@@ -6,7 +6,6 @@ One process or many run the same lines: alone, a process is the first of one.
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import sys
 import time
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from spartan.app.runs import read_run
 from spartan.app.train import checkpoint, folder
-from spartan.app.train.config import Config, RecipeError
+from spartan.app.train.config import Config, RecipeError, load_recipe
 from spartan.app.train.data import Data, build_data, seed_of
 from spartan.app.train.display import Display
 from spartan.app.train.metrics import Metrics
@@ -313,11 +313,11 @@ def resume(out: Path, sets: Sequence[str] = (), *, quiet: bool = False) -> dict[
     On any number of processes, whatever the number before; they must all see the folder. `sets` may say where and how it
     is done from now on, such as parallel=fsdp2.
     """
-    us, summary = current(), out / "summary.json"
-    config = us.decide(lambda: folder.recipe_of(out, sets))
-    if (done := us.decide(lambda: json.loads(summary.read_text()) if summary.is_file() else None)) is not None:
-        return done
-    trainer = Trainer(config)
+    us = current()
+    run = us.decide(lambda: read_run(out))
+    if run.summary is not None:
+        return run.summary
+    trainer = Trainer(us.decide(lambda: load_recipe(out / "recipe.yaml", sets)))
     with folder.locked(out) if us.first else contextlib.nullcontext():
         found = _newest(out, trainer)
         return trainer.fit(out, metrics_offset=0 if found is None else trainer.load(*found), quiet=quiet)

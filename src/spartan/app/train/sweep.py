@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from spartan.app.runs import RunFolder, epochs_done, identity, is_finished, is_run, read_run, result_line
 from spartan.app.train.config import Config, RecipeError, load_recipe
-from spartan.app.train.runs import Run, identity, is_finished, is_run, read_run, result
 
 OPEN, CLOSE = "[{(", "]})"
 
@@ -131,7 +131,7 @@ def _keys(point: Sequence[str]) -> list[str]:
     return [_pair(setting)[0] for setting in point]
 
 
-def _runs_in(out: Path) -> Iterator[Run]:
+def _runs_in(out: Path) -> Iterator[RunFolder]:
     for folder in sorted(out.iterdir()) if out.is_dir() else ():
         if is_run(folder) and not folder.name.startswith("."):
             yield read_run(folder)
@@ -254,17 +254,6 @@ class Sweep:
         return limits | dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
 
 
-def epochs_done(folder: Path) -> int:
-    """How many epochs a run has behind it, from the end of its metrics (the whole may be long)."""
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        return 0
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 8192))
-        ended = re.findall(rb'"epoch": (\d+)', file.read())
-    return max(0, int(ended[-1]) - 1) if ended else 0
-
-
 def _reason(code: int, log: Path, begin: int, lines: int = 3) -> str:
     """The exit status and the end of what the run wrote this time."""
     with log.open("rb") as file:
@@ -315,7 +304,7 @@ class Telling:
         self._done += 1
         text = f"[{self._done}/{self._total}] {outcome.state} {outcome.job.folder.name}"
         if outcome.state == "finished":
-            text += f": {result(read_run(outcome.job.folder).summary or {})}"
+            text += f": {result_line(read_run(outcome.job.folder).summary or {})}"
         self.line(text)
         self._epochs += outcome.job.config.epochs if outcome.state != "skipped" else 0
         self.underway(0)
