@@ -52,8 +52,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor of the container: dtype, shape and place among the data."""
+class StoredTensor:
+    """One tensor of the container: its dtype, its shape, and where among the data its bytes are."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class Container:
 
     path: Path
     size: int
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
     data: Tensor
 
@@ -257,7 +257,7 @@ def _check_version(metadata: Mapping[str, str]) -> None:
         raise ValueError(f"has format version {version}, and this library reads up to {VERSION}: install a newer one")
 
 
-def _entries(header: Mapping[str, Any], size: int) -> dict[str, Entry]:
+def _entries(header: Mapping[str, Any], size: int) -> dict[str, StoredTensor]:
     """Every tensor's place; together they fill the data without holes or overlaps."""
     entries = {}
     for name, item in header.items():
@@ -267,7 +267,7 @@ def _entries(header: Mapping[str, Any], size: int) -> dict[str, Entry]:
                 raise ValueError("its size is not that of its shape")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"is damaged: the header's {_short(name)} is malformed ({_short(error)})") from None
-        entries[name] = Entry(dtype, shape, begin, end)
+        entries[name] = StoredTensor(dtype, shape, begin, end)
     place = 0
     for name, entry in sorted(entries.items(), key=lambda pair: (pair[1].begin, pair[1].end)):
         if entry.begin != place:

@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedTensor:
     """A tensor in a code: its shape, the entries it keeps, and the bytes that say where they go."""
 
     shape: tuple[int, ...]
@@ -79,7 +79,7 @@ def save(
     state, aliases = state_of(model)
     reference = reference_of(model, architecture, {name: tuple(t.shape) for name, t in state.items()})
     tensors: dict[str, Tensor] = {}
-    packed: dict[str, Packed] = {}
+    packed: dict[str, PackedTensor] = {}
     zeros = weights = 0
     for name, tensor in state.items():
         if name in aliases:
@@ -123,7 +123,7 @@ def state_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return state, aliases
 
 
-def pack(x: Tensor, pattern: Pattern | None = None) -> Packed | None:
+def pack(x: Tensor, pattern: Pattern | None = None) -> PackedTensor | None:
     """A contiguous CPU tensor in its smallest code; None if that is to leave it dense.
 
     Example:
@@ -147,14 +147,14 @@ def _bytes_each(bits: Tensor, dtype: torch.dtype) -> float:
     return float(dtype.itemsize) if squeezed is None else squeezed.data.numel() / values.numel()
 
 
-def _packed(x: Tensor, bits: Tensor, code: Code, kept: Tensor) -> Packed:
+def _packed(x: Tensor, bits: Tensor, code: Code, kept: Tensor) -> PackedTensor:
     """A tensor in a code that `choose` gave, with what it keeps."""
     shape = tuple(x.shape)
     if code.name == "nm":
         index, kept = nm.encode(kept, code.n, code.m)
         source = bits.movedim(1, -1) if code.inputs_last else bits
         values = source.reshape(-1).index_select(0, kept).view(x.dtype)
-        return Packed(shape, code, values, index, squeeze(values))
+        return PackedTensor(shape, code, values, index, squeeze(values))
     rows, columns = matrix(shape)
     if code.h == code.w == 1:
         values = bits.reshape(-1).index_select(0, kept)
@@ -166,10 +166,10 @@ def _packed(x: Tensor, bits: Tensor, code: Code, kept: Tensor) -> Packed:
         index = codes.encode_mask(kept, x.numel() // (code.h * code.w))
     else:
         index = codes.encode_gaps(codes.gaps_of(kept), code.k)
-    return Packed(shape, code, values.view(x.dtype), index, squeeze(values.view(x.dtype)))
+    return PackedTensor(shape, code, values.view(x.dtype), index, squeeze(values.view(x.dtype)))
 
 
-def _spec(packed: Packed) -> list[Any]:
+def _spec(packed: PackedTensor) -> list[Any]:
     """What the header says about a packed tensor."""
     dtype = format.dtype_name(packed.values.dtype)
     spec = [str(packed.code), list(packed.shape), dtype, packed.values.numel(), packed.index.numel()]
@@ -177,7 +177,7 @@ def _spec(packed: Packed) -> list[Any]:
     return spec if coded is None else [*spec, coded.data.numel(), coded.k, list(coded.exponents)]
 
 
-def _pools(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
+def _pools(packed: Mapping[str, PackedTensor]) -> dict[str, Tensor]:
     """What all packed tensors need: their plain values, by dtype, and their bytes, as one tensor each."""
     pools: dict[str, list[Tensor]] = {}
     for x in packed.values():
@@ -190,7 +190,7 @@ def _pools(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
     return {name: torch.cat(parts).view(dtypes[name]) for name, parts in pools.items()}
 
 
-def _found(packed: Mapping[str, Packed]) -> str:
+def _found(packed: Mapping[str, PackedTensor]) -> str:
     """The pattern of the packed weights, if it is one and the same."""
     weights = [x for x in packed.values() if len(x.shape) > 1 and x.values.numel()]
     kinds = {_pattern(x.code) for x in weights}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from spartan.inference.cpu import ops
 from spartan.inference.cpu.library import library
 from spartan.inference.cpu.ops import ACTIVATIONS, DTYPES, Conv
-from spartan.inference.cpu.packed import Packed, pack, unpack
+from spartan.inference.cpu.packed import PackedMatrix, pack, unpack
 
 F = TypeVar("F", bound=Callable[..., Any])
 # How a weight is packed: ("rows", h, g) and ("lanes", h, 1) are the two kernels of kernels.cpp.
@@ -96,7 +96,7 @@ class DenseConv2d(InferenceLayer):
 
 
 class SparseLayer(InferenceLayer):
-    """A packed weight: `values` and `bias` in float32 whatever the model's type, `starts` and `runs` as in `Packed`."""
+    """A packed weight: `values` and `bias` in float32 whatever the model's type, the rest as in `PackedMatrix`."""
 
     starts: Tensor
     runs: Tensor
@@ -129,9 +129,9 @@ class SparseLayer(InferenceLayer):
         self.values, self.bias, self._dense = self.values.float(), self.bias.float(), None
         return self
 
-    def packed(self) -> Packed:
+    def packed(self) -> PackedMatrix:
         """The weight as the kernels read it."""
-        return Packed(self.starts, self.runs, self.values, self.outputs, self.inputs)
+        return PackedMatrix(self.starts, self.runs, self.values, self.outputs, self.inputs)
 
     def matrix(self) -> Tensor:
         """The weight as a dense matrix, made anew unless the fall-back keeps one."""
@@ -193,7 +193,7 @@ class SparseLinear(SparseLayer):
         if (first, last) != (0, self.outputs):
             h = packed.h
             starts = packed.starts[first // h : -(-last // h) + 1]
-            packed, bias = Packed(starts, packed.runs, packed.values, last - first, packed.inputs), bias[first:]
+            packed, bias = PackedMatrix(starts, packed.runs, packed.values, last - first, packed.inputs), bias[first:]
         if self.kind == "rows":
             return ops.linear_rows(x, packed, bias, self.activation)
         offsets = self._offsets
@@ -237,10 +237,10 @@ class SparseConv2d(SparseLayer):
             )
         super().__init__(weight.reshape(len(weight), -1), bias, kernel, activation)
         self.conv, self.out_channels = conv, self.outputs
-        self._plan: tuple[Any, ops.Plan] | None = None
+        self._layout: tuple[Any, ops.ConvLayout] | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._plan = None
+        self._layout = None
         return super()._apply(fn, recurse)
 
     @property
@@ -257,13 +257,13 @@ class SparseConv2d(SparseLayer):
         if library() is None:
             return ops.conv_torch(x, self.conv, self._fallback(), self.bias, self.activation, residual)
         key = (x.shape[2], x.shape[3], x.dtype)
-        known = self._plan  # read once: another thread may put its own here
+        known = self._layout  # read once: another thread may put its own here
         if known is None or known[0] != key:
-            known = self._plan = key, ops.plan_conv(self.conv, self.packed(), *key)
-        plan = known[1]
+            known = self._layout = key, ops.lay_out_conv(self.conv, self.packed(), *key)
+        layout = known[1]
         if residual is not None:
-            residual = residual.to(x.dtype).expand(x.shape[0], self.outputs, *plan.out_size).contiguous()
-        return ops.conv2d(x, self.packed(), plan, self.bias, self.activation, residual)
+            residual = residual.to(x.dtype).expand(x.shape[0], self.outputs, *layout.out_size).contiguous()
+        return ops.conv2d(x, self.packed(), layout, self.bias, self.activation, residual)
 
 
 def name_of(kernel: Kernel | None) -> str:

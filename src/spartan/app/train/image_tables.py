@@ -24,7 +24,7 @@ BUFFER = 16384  # samples of consecutive shards that are shuffled together
 
 
 @dataclass(frozen=True)
-class Table:
+class ImageTable:
     """Where each image is: a file, an offset into it and a length (−1: all of it), and its label.
 
     Arrays rather than lists of objects: worker processes share their memory.
@@ -68,7 +68,7 @@ class Table:
 # ---------------------------------------------------------------------- imagefolder
 
 
-def _image_folder(config: Config) -> tuple[Table, Table]:
+def _image_folder(config: Config) -> tuple[ImageTable, ImageTable]:
     """path/train/CLASS/**/image and path/val/CLASS/**/image; classes count in the order of their names."""
     root = source_path(config)
     for part in ("train", "val"):
@@ -83,7 +83,7 @@ def _image_folder(config: Config) -> tuple[Table, Table]:
     return _scan(root / "train", classes), _scan(root / "val", classes)
 
 
-def _scan(root: Path, classes: Sequence[str]) -> Table:
+def _scan(root: Path, classes: Sequence[str]) -> ImageTable:
     files: list[bytes] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
@@ -96,13 +96,13 @@ def _scan(root: Path, classes: Sequence[str]) -> Table:
         files += map(os.fsencode, sorted(found))
         labels += [label] * len(found)
     start, whole = np.zeros(len(files), np.int64), np.full(len(files), -1, np.int64)
-    return Table(np.array(files), np.arange(len(files)), start, whole, np.array(labels, np.int64), len(classes))
+    return ImageTable(np.array(files), np.arange(len(files)), start, whole, np.array(labels, np.int64), len(classes))
 
 
 # ---------------------------------------------------------------------- webdataset
 
 
-def _web_dataset(config: Config) -> tuple[Table, Table]:
+def _web_dataset(config: Config) -> tuple[ImageTable, ImageTable]:
     """Tar shards in the WebDataset layout: KEY.jpg (or png, ...) and KEY.cls, a number, next to each other.
 
     `data.path` is a folder (its *.tar and those one folder down), or a pattern with braces and wildcards, such as
@@ -149,11 +149,11 @@ def braces(pattern: str) -> list[str]:
     return [out for text in inner for out in braces(pattern[: match.start()] + text + pattern[match.end() :])]
 
 
-def _index(shards: Sequence[str]) -> Table:
+def _index(shards: Sequence[str]) -> ImageTable:
     rows = [(i, *row) for i, shard in enumerate(shards) for row in _members(shard)]
     file, offset, size, label = np.array(rows, np.int64).reshape(-1, 4).T.copy()
     classes = int(label.max()) + 1 if len(label) else 0
-    return Table(np.array([os.fsencode(shard) for shard in shards]), file, offset, size, label, classes)
+    return ImageTable(np.array([os.fsencode(shard) for shard in shards]), file, offset, size, label, classes)
 
 
 def _members(shard: str) -> Iterator[tuple[int, int, int]]:
@@ -191,4 +191,7 @@ def _sample(shard: str, key: str, image: tuple[int, int] | None, label: int) -> 
     yield (*image, label)
 
 
-TABLES: dict[str, Callable[[Config], tuple[Table, Table]]] = {"imagefolder": _image_folder, "webdataset": _web_dataset}
+TABLES: dict[str, Callable[[Config], tuple[ImageTable, ImageTable]]] = {
+    "imagefolder": _image_folder,
+    "webdataset": _web_dataset,
+}

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from spartan import zoo
 from spartan.app.train.config import Config, RecipeError, blaming_the_recipe
 from spartan.app.train.data import Batch, Data, seed_of
-from spartan.app.train.image_tables import TABLES, Table
+from spartan.app.train.image_tables import TABLES, ImageTable
 from spartan.app.train.processes import Processes
 
 # ImageNet's, for pixels from 0 to 255
@@ -37,7 +37,7 @@ class Images(Dataset[Sample | RecipeError]):
     What cannot be decoded is an error to hand on, not to raise: raised in a worker it would come with a traceback.
     """
 
-    def __init__(self, table: Table, config: Config, train: bool) -> None:
+    def __init__(self, table: ImageTable, config: Config, train: bool) -> None:
         self.table, self.seed, self.train = table, config.seed, train
         self.size, self.randaugment = config.data.image_size, config.data.randaugment
 
@@ -123,7 +123,7 @@ class LargeImages(Data):
         self._test_batches, self._test_loader = self._loader(Images(test, config, train=False))
 
     @staticmethod
-    def _check_counts(config: Config, train: Table, test: Table) -> None:
+    def _check_counts(config: Config, train: ImageTable, test: ImageTable) -> None:
         data = config.data
         sizes = (("train_size", data.train_size, len(train)), ("test_size", data.test_size, len(test)))
         for key, given, found in sizes:

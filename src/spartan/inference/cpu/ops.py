@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spartan.inference.cpu.library import library, status
-from spartan.inference.cpu.packed import Packed
+from spartan.inference.cpu.packed import PackedMatrix
 
 # The numbers are Activation's in job.h.
 ACTIVATIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
@@ -54,7 +54,7 @@ class Conv:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConvLayout:
     """Where the kernel finds each weight's input: the layout of the packed image and an offset per entry."""
 
     geometry: list[int]  # what spartan_conv takes, from the channels on
@@ -62,7 +62,7 @@ class Plan:
     out_size: tuple[int, int]
 
 
-def plan_conv(conv: Conv, packed: Packed, height: int, width: int, dtype: torch.dtype) -> Plan:
+def lay_out_conv(conv: Conv, packed: PackedMatrix, height: int, width: int, dtype: torch.dtype) -> ConvLayout:
     """Lay out the padded image so that every tap of the kernel is one offset.
 
     The image is padded with zeros and, with stride s, divided into s·s *phases* (rows a, a + s, … and columns b, b + s, …).
@@ -101,10 +101,10 @@ def plan_conv(conv: Conv, packed: Packed, height: int, width: int, dtype: torch.
         channel = channel + rows // (packed.outputs // conv.groups) * (conv.channels // conv.groups)
     offsets = (channel * plane + taps.reshape(-1)[tap]).int()
     geometry = [conv.channels, height, width, *conv.stride, *conv.padding, *phases, rows_q, pitch, plane, out_h, out_w]
-    return Plan([*geometry, int(direct)], offsets, size)
+    return ConvLayout([*geometry, int(direct)], offsets, size)
 
 
-def linear_rows(x: Tensor, packed: Packed, bias: Tensor, activation: str) -> Tensor:
+def linear_rows(x: Tensor, packed: PackedMatrix, bias: Tensor, activation: str) -> Tensor:
     """act(x Wᵀ + b) with the outputs in the SIMD lanes: for groups of 8, 16, 32 or 64 rows and runs of 1, 4 or 8 columns.
 
     Args:
@@ -126,12 +126,12 @@ def linear_rows(x: Tensor, packed: Packed, bias: Tensor, activation: str) -> Ten
     return y
 
 
-def lane_offsets(packed: Packed) -> Tensor:
+def lane_offsets(packed: PackedMatrix) -> Tensor:
     """`packed.runs` as offsets for `linear_lanes`."""
     return packed.runs * _kernels().spartan_lane_pitch(packed.h)
 
 
-def linear_lanes(x: Tensor, packed: Packed, offsets: Tensor, bias: Tensor, activation: str) -> Tensor:
+def linear_lanes(x: Tensor, packed: PackedMatrix, offsets: Tensor, bias: Tensor, activation: str) -> Tensor:
     """act(x Wᵀ + b) with the tokens in the SIMD lanes: for groups of any height up to 64, and g = 1."""
     kernels = _kernels()
     y = x.new_empty(*x.shape[:-1], packed.outputs)
@@ -147,15 +147,15 @@ def linear_lanes(x: Tensor, packed: Packed, offsets: Tensor, bias: Tensor, activ
 
 
 def conv2d(
-    x: Tensor, packed: Packed, plan: Plan, bias: Tensor, activation: str, residual: Tensor | None = None
+    x: Tensor, packed: PackedMatrix, layout: ConvLayout, bias: Tensor, activation: str, residual: Tensor | None = None
 ) -> Tensor:
     """act(conv(x) + b + residual), pixels in the SIMD lanes; x and residual contiguous [images, channels, height, width]."""
     kernels = _kernels()
-    y = x.new_empty(x.shape[0], packed.outputs, *plan.out_size)
+    y = x.new_empty(x.shape[0], packed.outputs, *layout.out_size)
     _check(
         kernels.spartan_conv(
-            *_pointers(x, y, bias, residual, packed.starts, plan.offsets, packed.values),
-            (ctypes.c_int64 * 16)(x.shape[0], *plan.geometry),
+            *_pointers(x, y, bias, residual, packed.starts, layout.offsets, packed.values),
+            (ctypes.c_int64 * 16)(x.shape[0], *layout.geometry),
             *(packed.outputs, packed.h, ACTIVATIONS[activation][0], x.dtype == torch.bfloat16, torch.get_num_threads()),
         )
     )
