@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import spartan
 from spartan.app import bench
 from spartan.app.cli import app
-from spartan.app.commands.deploy import telling
+from spartan.app.terminal import status_line
 from spartan.app.train.config import load_recipe
 from spartan.app.train.data import build_data
 from spartan.files import read
@@ -220,8 +220,8 @@ def test_something_is_said_while_it_takes_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("spartan.app.commands.deploy.time.monotonic", lambda: now[0])
-    with telling("reading") as tell:
+    monkeypatch.setattr("spartan.app.terminal.time.monotonic", lambda: now[0])
+    with status_line("reading") as tell:
         tell("at once")
         now[0] = 3.0
         tell("three seconds later")

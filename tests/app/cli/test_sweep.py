@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from spartan.app.cli import app
 from spartan.app.runs import epochs_done, is_finished, read_run
 from spartan.app.train.config import RecipeError
-from spartan.app.train.sweep import Outcome, Sweep, Telling, grid, plan, split_values
+from spartan.app.train.sweep import Outcome, Sweep, SweepDisplay, grid, plan, split_values
 from tests.app.cli.test_compare import make_run
 
 
@@ -155,13 +155,13 @@ def test_progress_is_read_from_the_end_of_the_metrics(tmp_path: Path) -> None:
 def test_the_bar_counts_what_is_left(tmp_path: Path) -> None:
     make_run(tmp_path / "done", "seed=0", top1=0.9)
     jobs = plan("digits", ["epochs=2"], 3, tmp_path)
-    with Telling(jobs, plain=False) as telling:
-        (task,) = telling._bar.tasks
+    with SweepDisplay(jobs, plain=False) as display:
+        (task,) = display._bar.tasks
         assert task.total == 4
-        telling.outcome(Outcome(jobs[0], "skipped", 0.0))
-        telling.underway(1)
+        display.outcome(Outcome(jobs[0], "skipped", 0.0))
+        display.underway(1)
         assert (task.completed, task.description) == (1, "1/3 runs")
-        telling.outcome(Outcome(jobs[1], "failed", 1.0))
+        display.outcome(Outcome(jobs[1], "failed", 1.0))
         assert (task.completed, task.description) == (2, "2/3 runs")
 
 

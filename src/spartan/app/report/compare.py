@@ -5,15 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import math
-import os
 import statistics
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spartan.app.runs import RunFolder, data_name, identity, settings
+from spartan.app.terminal import print_table
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vP*X"
@@ -161,35 +160,6 @@ def to_csv(rows: Sequence[Row]) -> str:
             about = [row.data, row.model, row.method, row.sparsity, row.setting]
             writer.writerow([run.folder, *about, run.seed, *figures])
     return text.getvalue()
-
-
-def is_plain() -> bool:
-    """Whether output goes to a file, a pipe or a CI log rather than to a person."""
-    return not sys.stdout.isatty() or os.environ.get("CI", "").lower() not in ("", "0", "false")
-
-
-def print_table(header: Sequence[str], cells: Sequence[Sequence[str]], title: str = "") -> None:
-    """A rich table on a terminal; aligned lines, never cut or wrapped, anywhere else."""
-    if is_plain():
-        sys.stdout.write("\n".join(_aligned([list(header), *map(list, cells)])) + "\n")
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left")
-    for column in header:
-        shown.add_column(column, overflow="fold")
-    for line in cells:
-        shown.add_row(*(Text(cell) for cell in line))
-    Console().print(shown)
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    for line in lines:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
 
 
 def _short(value: Any) -> str:

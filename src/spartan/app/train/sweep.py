@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from spartan.app.runs import RunFolder, epochs_done, identity, is_finished, is_run, read_run, result_line
+from spartan.app.terminal import ProgressBar
 from spartan.app.train.config import Config, RecipeError, load_recipe
 
 OPEN, CLOSE = "[{(", "]})"
@@ -149,8 +150,8 @@ class Sweep:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
 
-    def run(self, jobs: Sequence[Job], tell: Telling) -> list[Outcome]:
-        """Every job's outcome, in the order of the jobs; `tell` hears of each as it comes."""
+    def run(self, jobs: Sequence[Job], display: SweepDisplay) -> list[Outcome]:
+        """Every job's outcome, in the order of the jobs; `display` hears of each as it comes."""
         waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
         ended: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         for job in jobs:
@@ -165,10 +166,10 @@ class Sweep:
                 try:
                     outcome = ended.get(timeout=0.5)
                 except queue.Empty:
-                    tell.underway(sum(map(epochs_done, list(self.running))))
+                    display.underway(sum(map(epochs_done, list(self.running))))
                     continue
                 outcomes[outcome.job.folder] = outcome
-                tell.outcome(outcome)
+                display.outcome(outcome)
             for worker in workers:
                 worker.join()
         return [outcomes[job.folder] for job in jobs]
@@ -263,34 +264,18 @@ def _reason(code: int, log: Path, begin: int, lines: int = 3) -> str:
     return "\n".join([f"{how}; log: {log}", *text[-lines:]])
 
 
-# ---------------------------------------------------------------------- telling
+# ---------------------------------------------------------------------- showing
 
 
-class Telling:
+class SweepDisplay(ProgressBar):
     """How far a sweep is: a line for each run that ended and, on a terminal, a bar below them."""
 
     def __init__(self, jobs: Sequence[Job], plain: bool) -> None:
         self._total, self._done = len(jobs), 0
         self._epochs = 0  # of runs that ended
-        self._bar: Any = None
-        if not plain:
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-            self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-            )
-            # What was finished before takes no time, and would make the rest look fast.
-            epochs = sum(job.config.epochs for job in jobs if not is_finished(job.folder))
-            self._task = self._bar.add_task(f"0/{self._total} runs", total=epochs)
-
-    def __enter__(self) -> Telling:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        # What was finished before takes no time, and would make the rest look fast.
+        epochs = sum(job.config.epochs for job in jobs if not is_finished(job.folder))
+        super().__init__(not plain, f"0/{len(jobs)} runs", epochs, ("TimeElapsedColumn", "TimeRemainingColumn"))
 
     def line(self, text: str) -> None:
         """Say something."""
