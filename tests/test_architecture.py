@@ -13,7 +13,7 @@ ROOT = Path(spartan.__file__).parent
 
 # From the bottom up; a module may import from layers below its own, and from its own.
 LAYERS = [
-    {"wording"},
+    {"wording", "disk"},
     {"ops.parts", "ops.select", "ops.soft_topk", "ops.rows", "ops.collective", "ops.spread", "ops"},
     {"kernels"},
     {"targets", "patterns", "heads", "schedules", "flop_count", "sharding"},

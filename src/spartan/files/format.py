@@ -33,6 +33,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from spartan.disk import replace_file
+
 VERSION = 1
 VALUES, BYTES = "spartan:values:", "spartan:bytes"
 _LARGEST_HEADER = 100_000_000  # safetensors' own limit
@@ -130,53 +132,17 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     for name in order:
         digest.update(_memory(tensors[name]))
     text = text.replace((_SHA256 + _BLANK).encode(), (_SHA256 + digest.hexdigest()).encode(), 1)
-    parts = [len(text).to_bytes(8, "little"), text, *(_memory(tensors[name]) for name in order)]
-    _write_atomically(path, parts)
+    try:
+        replace_file(path, len(text).to_bytes(8, "little"), text, *(_memory(tensors[name]) for name in order))
+    except OSError as error:
+        kept = "; the file that was there is unchanged" if path.is_file() else ""
+        raise RuntimeError(f"{path} could not be written: {error.strerror or error}{kept}") from error
     return 8 + len(text) + end
 
 
 def _memory(tensor: Tensor) -> Any:
     """The tensor's bytes, in place; they live as long as it does."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
-
-
-def _write_atomically(path: Path, parts: Sequence[Any]) -> None:
-    """A file beside the old one, flushed to the disk, and only then in its place."""
-    target = Path(os.path.realpath(path))  # through a link to what it points at
-    aside = target.with_name(f".{target.name[:200]}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-    try:
-        if target.is_dir():
-            raise IsADirectoryError(f"{target} is a folder")
-        try:
-            with aside.open("xb") as file:
-                for part in parts:
-                    file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-            if target.exists():
-                aside.chmod(target.stat().st_mode & 0o777)
-            aside.replace(target)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        kept = "; the file that was there is unchanged" if target.is_file() else ""
-        raise RuntimeError(f"{path} could not be written: {error.strerror or error}{kept}") from error
-    _sync_folder(target.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name last; some file systems refuse, and then have no need of it."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
 
 
 # ---------------------------------------------------------------------- reading

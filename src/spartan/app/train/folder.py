@@ -19,9 +19,9 @@ from torch import nn
 
 import spartan
 from spartan.app.runs import INCIDENTAL, INCIDENTAL_DATA, is_finished, is_run, read_run
-from spartan.app.train.checkpoint import write_atomically
 from spartan.app.train.config import Config, RecipeError, to_yaml
 from spartan.app.train.processes import current
+from spartan.disk import replace_file
 
 if TYPE_CHECKING:
     from spartan.app.train.loop import Trainer
@@ -79,8 +79,8 @@ def create(out: Path, config: Config, device: torch.device, command: list[str]) 
     aside = out.with_name(f".{out.name}.{os.getpid()}")
     aside.mkdir()
     try:
-        write_atomically(aside / "recipe.yaml", to_yaml(config).encode())
-        write_atomically(aside / "environment.json", json.dumps(environment(device, command), indent=1).encode())
+        replace_file(aside / "recipe.yaml", to_yaml(config).encode())
+        replace_file(aside / "environment.json", json.dumps(environment(device, command), indent=1).encode())
         (aside / "checkpoints").mkdir()
         if out.exists():
             out.rmdir()  # empty, as was checked
@@ -181,7 +181,7 @@ def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any
         "dense_bytes": sum(t.nbytes for t in model.state_dict().values()),
         "layers": layers,
     }
-    write_atomically(out / "summary.json", json.dumps(summary, indent=1).encode())
+    replace_file(out / "summary.json", json.dumps(summary, indent=1).encode())
     return summary
 
 

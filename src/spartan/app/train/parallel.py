@@ -126,7 +126,7 @@ class Shards(Whole):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        from spartan.app.train.shards import Parts
+        from spartan.app.train.shards import ShardedCheckpoints
 
         # Weights stay as they lie, since FSDP2 takes contiguous ones only; with channels_last, images do not.
         mesh = init_device_mesh(self.device.type, (self.us.world,))
@@ -139,7 +139,7 @@ class Shards(Whole):
         if self.compiled and not parts:
             model.forward = torch.compile(model.forward)
         self._root = fully_shard(model, **options)
-        self._parts = Parts(self.us, self.config.checkpoint_async)
+        self._checkpoints = ShardedCheckpoints(self.us, self.config.checkpoint_async)
         return model, model
 
     def _placement(self, parameter: nn.Parameter) -> Any:
@@ -187,11 +187,11 @@ class Shards(Whole):
     def save(self, out: Path, step: int, plain: Plain, optimizer: Optimizer, sparsifier: Sparsifier) -> None:
         """Write a checkpoint in parts; every process must call it, with the same plain values."""
         self.us.copy_(self.model.buffers())  # any process may be the one that writes them
-        self._parts.save(out, step, plain, self.model, optimizer, sparsifier)
+        self._checkpoints.save(out, step, plain, self.model, optimizer, sparsifier)
 
     def wait(self) -> None:
         """Until everything that is saved is on disk."""
-        self._parts.wait()
+        self._checkpoints.wait()
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -1,10 +1,9 @@
-"""Checkpoints in parts: every process writes what it holds, and only when all have done so is there a checkpoint."""
+"""Writes checkpoints in parts: every process its own, and only when all have done so is there a checkpoint."""
 
 from __future__ import annotations
 
 import datetime
 import json
-import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,21 +16,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from spartan import Sparsifier
-from spartan.app.train.checkpoint import (
-    DIGESTS,
-    PLAIN,
-    CheckpointError,
-    cannot_write,
-    digest,
-    prune,
-    sync_folder,
-    write_atomically,
-)
+from spartan.app.train.checkpoint import DIGESTS, PLAIN, CheckpointError, cannot_write, digest, remove_old, write_state
 from spartan.app.train.processes import Processes, patience
+from spartan.disk import replace_file, sync_folder
 from spartan.sharded_checkpoint import save_sharded
 
 
-class Parts:
+class ShardedCheckpoints:
     """Writes folders `step-….shards`: parts by torch.distributed.checkpoint, plain values, and digests of it all.
 
     A folder has its name only when it is complete. In the background, training goes on while files are written; what
@@ -90,7 +81,7 @@ class Parts:
         if self._us.first and not trouble:
             try:
                 digests = {name: value for _, of in everyone for name, value in of.items()}
-                write_atomically(aside / DIGESTS, json.dumps(digests).encode())
+                replace_file(aside / DIGESTS, json.dumps(digests).encode())
                 _put_in_place(aside, path)
             except OSError as error:
                 trouble = _words(path, error)
@@ -121,10 +112,7 @@ def _begin(path: Path, plain: dict[str, Any]) -> None:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         aside = path.with_suffix(".tmp")
         aside.mkdir()
-        with (aside / PLAIN).open("wb") as file:
-            torch.save(plain, file)
-            file.flush()
-            os.fsync(file.fileno())
+        write_state(aside / PLAIN, plain)
     except (OSError, RuntimeError) as error:
         raise cannot_write(path, error) from error
 
@@ -137,4 +125,4 @@ def _put_in_place(aside: Path, path: Path) -> None:
     aside.rename(path)
     sync_folder(path.parent)
     shutil.rmtree(path.with_suffix(".old.tmp"), ignore_errors=True)
-    prune(path.parent.parent)
+    remove_old(path.parent.parent)

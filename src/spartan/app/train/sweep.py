@@ -1,19 +1,17 @@
-"""Grids of runs: each in a process of its own, several at once, finished ones skipped, failing ones survived."""
+"""Runs grids of settings: each run in a process of its own, several at once, finished ones skipped, failing ones survived."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import os
-import queue
 import re
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,6 +19,7 @@ from typing import Literal
 from spartan.app.runs import RunFolder, epochs_done, identity, is_finished, is_run, read_run, result_line
 from spartan.app.terminal import ProgressBar
 from spartan.app.train.config import Config, RecipeError, load_recipe
+from spartan.app.train.signals import StopSignals
 
 OPEN, CLOSE = "[{(", "]})"
 
@@ -41,7 +40,6 @@ class Outcome:
 
     job: Job
     state: Literal["finished", "skipped", "failed", "stopped"]
-    seconds: float
     # for a failed run: why, in the last lines of its log
     reason: str = ""
 
@@ -100,13 +98,13 @@ def plan(recipe: str, sets: Sequence[str], seeds: int | None, out: Path) -> list
     jobs: dict[str, Job] = {}
     taken = set(there.values())
     points = grid(sets, seeds)
-    varied = [key for key in _keys(points[0]) if len({dict(map(_pair, point))[key] for point in points}) > 1]
+    common = set.intersection(*map(set, points))
     for point in points:
         config = load_recipe(recipe, point)
         same = identity(config)
         if same in jobs:
             continue
-        folder = there.get(same) or out / _name(config, [s for s in point if _pair(s)[0] in varied])
+        folder = there.get(same) or out / _name(config, [setting for setting in point if setting not in common])
         if same not in there and (folder in taken or folder.exists()):
             folder = folder.with_name(f"{folder.name}-{hashlib.sha256(same.encode()).hexdigest()[:8]}")
         taken.add(folder)
@@ -116,20 +114,11 @@ def plan(recipe: str, sets: Sequence[str], seeds: int | None, out: Path) -> list
 
 def _name(config: Config, varied: Sequence[str]) -> str:
     """The method, the sparsity, whatever else varies, and the seed."""
-    extra = "".join(f"-{s}" for s in varied if _pair(s)[0] not in ("method", "sparsity", "seed"))
+    extra = "".join(f"-{s}" for s in varied if not s.startswith(("method=", "sparsity=", "seed=")))
     extra = re.sub(r"[^\w.=+-]+", "_", extra)
     if len(extra) > 100:
         extra = "-" + hashlib.sha256(extra.encode()).hexdigest()[:8]
     return re.sub(r"[^\w.=+-]+", "_", f"{config.method}-{config.sparsity:g}{extra}-seed{config.seed}")
-
-
-def _pair(setting: str) -> tuple[str, str]:
-    key, _, value = setting.partition("=")
-    return key, value
-
-
-def _keys(point: Sequence[str]) -> list[str]:
-    return [_pair(setting)[0] for setting in point]
 
 
 def _runs_in(out: Path) -> Iterator[RunFolder]:
@@ -152,26 +141,23 @@ class Sweep:
 
     def run(self, jobs: Sequence[Job], display: SweepDisplay) -> list[Outcome]:
         """Every job's outcome, in the order of the jobs; `display` hears of each as it comes."""
-        waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        ended: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        for job in jobs:
-            waiting.put(job)
-        workers = [threading.Thread(target=self._work, args=(waiting, ended)) for _ in range(self.at_once)]
         outcomes: dict[Path, Outcome] = {}
-        with self._signals():
-            for worker in workers:
-                worker.start()
-            while len(outcomes) < len(jobs):
+        # Ctrl-C, SIGTERM and a closed terminal stop the sweep in order.
+        numbers = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
+        with StopSignals(launched=True, numbers=numbers) as signals, ThreadPoolExecutor(self.at_once) as workers:
+            running = {workers.submit(self._one, job): job for job in jobs}
+            while running:
                 # A short wait, so that signals are seen: the main thread cannot be woken from a lock everywhere.
-                try:
-                    outcome = ended.get(timeout=0.5)
-                except queue.Empty:
+                ended, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
+                if signals.caught is not None and not self.stopped():
+                    self.stop()
+                for future in ended:
+                    job, error = running.pop(future), future.exception()
+                    failed = Outcome(job, "failed", f"{type(error).__name__}: {error}")
+                    outcomes[job.folder] = outcome = future.result() if error is None else failed
+                    display.outcome(outcome)
+                if not ended:
                     display.underway(sum(map(epochs_done, list(self.running))))
-                    continue
-                outcomes[outcome.job.folder] = outcome
-                display.outcome(outcome)
-            for worker in workers:
-                worker.join()
         return [outcomes[job.folder] for job in jobs]
 
     def stopped(self) -> bool:
@@ -185,42 +171,16 @@ class Sweep:
             for process in self.running.values():
                 process.terminate()
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and a closed terminal stop the sweep in order."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
-        before = {number: signal.signal(number, lambda *_: self.stop()) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _work(self, waiting: queue.SimpleQueue[Job], ended: queue.SimpleQueue[Outcome]) -> None:
-        while True:
-            try:
-                job = waiting.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                ended.put(self._one(job))
-            except Exception as error:
-                ended.put(Outcome(job, "failed", 0.0, f"{type(error).__name__}: {error}"))
-
     def _one(self, job: Job) -> Outcome:
         if is_finished(job.folder):
-            return Outcome(job, "skipped", 0.0)
+            return Outcome(job, "skipped")
         log = self.out / "logs" / f"{job.folder.name}.txt"
         log.parent.mkdir(parents=True, exist_ok=True)
-        started = time.monotonic()
         with log.open("ab") as sink:
             begin = sink.tell()
             with self._lock:
                 if self.stopped():
-                    return Outcome(job, "stopped", 0.0)
+                    return Outcome(job, "stopped")
                 # A session of its own: Ctrl-C reaches it once, through `stop`.
                 process = subprocess.Popen(
                     self._command(job),
@@ -234,12 +194,11 @@ class Sweep:
             code = process.wait()
         with self._lock:
             del self.running[job.folder]
-        seconds = time.monotonic() - started
         if code == 0 and is_finished(job.folder):
-            return Outcome(job, "finished", seconds)
+            return Outcome(job, "finished")
         if self.stopped():
-            return Outcome(job, "stopped", seconds)
-        return Outcome(job, "failed", seconds, _reason(code, log, begin))
+            return Outcome(job, "stopped")
+        return Outcome(job, "failed", _reason(code, log, begin))
 
     def _command(self, job: Job) -> list[str]:
         base = [sys.executable, "-m", "spartan", "train"]

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from spartan.disk import replace_file
 from spartan.inference.cpu.library import cache_folder, library, status
 from spartan.inference.runtime import (
     DenseConv2d,
@@ -183,7 +183,5 @@ def remember(key: str | None = None, times: dict[str, float] | None = None) -> d
         known[key] = times
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                json.dump(known, file, indent=1)
-            os.replace(file.name, path)
+            replace_file(path, json.dumps(known, indent=1).encode())
     return known
