@@ -1,4 +1,4 @@
-"""What the charts of one run show. A chart is a dict that assets/charts.js draws."""
+"""Makes the charts of one run. A chart is a dict that assets/charts.js draws."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from spartan.app.report.series import downsample, mask_correlations
 from spartan.app.runs import RunFolder, number
 
 Chart = dict[str, Any]
+# Axes across.
+_EPOCHS = {"label": "epoch", "whole": True, "start": 0}
+_STEPS = {"label": "step", "whole": True, "start": 0}
 
 
 def training_charts(run: RunFolder) -> list[Chart]:
@@ -30,25 +33,22 @@ def exploration_charts(run: RunFolder) -> list[Chart]:
     epochs = list(range(1, len(masks) + 1))
     last = "with the final mask" if run.finished else "with the latest mask"
     per_epoch = _per_epoch(run)
-    return _present(
-        [
-            {
-                "id": "correlation",
-                "title": "Mask correlation",
-                "note": f"Pearson correlation of the kept weights, on {masks.shape[1]:,} of them. "
-                "Low while the mask explores, 1 once it is fixed.",
-                "x": {"label": "epoch", "whole": True, "start": 0},
-                "y": {"label": "correlation", "limits": [None, 1.0]},
-                "series": [
-                    line(last, epochs, with_last, dots=True),
-                    line("with the epoch before", epochs[1:], with_previous, dots=True, dash="5 3"),
-                ],
-                "bands": [{**b, "from": b["from"] / per_epoch, "to": b["to"] / per_epoch} for b in run.phases()]
-                if per_epoch
-                else [],
-            }
-        ]
-    )
+    chart = {
+        "id": "correlation",
+        "title": "Mask correlation",
+        "note": f"Pearson correlation of the kept weights, on {masks.shape[1]:,} of them. "
+        "Low while the mask explores, 1 once it is fixed.",
+        "x": _EPOCHS,
+        "y": {"label": "correlation", "limits": [None, 1.0]},
+        "series": [
+            line(last, epochs, with_last, dots=True),
+            line("with the epoch before", epochs[1:], with_previous, dots=True, dash="5 3"),
+        ],
+        "bands": [{**b, "from": b["from"] / per_epoch, "to": b["to"] / per_epoch} for b in run.phases()]
+        if per_epoch
+        else [],
+    }
+    return _present([chart])
 
 
 def layer_charts(run: RunFolder) -> list[Chart]:
@@ -125,7 +125,7 @@ def _accuracy(run: RunFolder) -> Chart:
         "id": "accuracy",
         "title": "Accuracy",
         "note": "On the test data, after every epoch.",
-        "x": {"label": "epoch", "whole": True, "start": 0},
+        "x": _EPOCHS,
         "y": {"label": "accuracy (%)", "unit": "%", "limits": [0, 100]},
         "series": [
             line("top-1", at, _column(run.epochs, "top1"), percent=True, dots=True),
@@ -142,7 +142,7 @@ def _loss(run: RunFolder) -> Chart:
         "id": "loss",
         "title": "Loss",
         "note": "Training loss includes label smoothing and mixing, so the two need not meet.",
-        "x": {"label": "epoch" if per_epoch else "step", "whole": True, "start": 0},
+        "x": _EPOCHS if per_epoch else _STEPS,
         "y": {"label": "loss", "toggle": True},
         "series": [
             line("training, every step", steps, _column(run.steps, "loss"), faint=True, color=0),
@@ -160,14 +160,18 @@ def _over_steps(run: RunFolder, key: str) -> tuple[list[float], list[float | Non
 
 
 def _learning_rate(run: RunFolder) -> Chart:
-    return {
-        "id": "lr",
-        "title": "Learning rate",
-        "x": {"label": "step", "whole": True, "start": 0},
-        "y": {"label": "learning rate", "toggle": True},
-        "series": [line("learning rate", *_over_steps(run, "lr"))],
-        "bands": run.phases(),
-    }
+    return {"id": "lr", "title": "Learning rate", **_step_chart(run, "lr", "learning rate")}
+
+
+def _beta(run: RunFolder) -> Chart:
+    note = "Small β gives a soft mask that explores; large β a hard one. It stays put in the finetune phase."
+    return {"id": "beta", "title": "Sharpness β", "note": note, **_step_chart(run, "beta", "β")}
+
+
+def _step_chart(run: RunFolder, key: str, name: str) -> Chart:
+    """One figure of every step, and the phases."""
+    series = [line(name, *_over_steps(run, key))]
+    return {"x": _STEPS, "y": {"label": name, "toggle": True}, "series": series, "bands": run.phases()}
 
 
 def _density(run: RunFolder) -> Chart:
@@ -184,24 +188,12 @@ def _density(run: RunFolder) -> Chart:
         "id": "density",
         "title": "Density",
         "note": "The fraction of weights that is kept: what the schedule asks for and what the model has.",
-        "x": {"label": "step", "whole": True, "start": 0},
+        "x": _STEPS,
         "y": {"label": "density (%)", "unit": "%", "scale": "log", "toggle": True, "limits": [0, 100]},
         "series": [
             line("achieved", at, [found[s] for s in at], percent=True, color=0, dots=True, points=points),
             line("target", asked_at, asked, percent=True, color=1, dash="4 6"),
         ],
-        "bands": run.phases(),
-    }
-
-
-def _beta(run: RunFolder) -> Chart:
-    return {
-        "id": "beta",
-        "title": "Sharpness β",
-        "note": "Small β gives a soft mask that explores; large β a hard one. It stays put in the finetune phase.",
-        "x": {"label": "step", "whole": True, "start": 0},
-        "y": {"label": "β", "toggle": True},
-        "series": [line("β", *_over_steps(run, "beta"))],
         "bands": run.phases(),
     }
 

@@ -1,4 +1,4 @@
-"""Runs side by side: means over seeds as a table, CSV, Markdown and a plot of accuracy against sparsity."""
+"""Puts runs side by side: means over seeds as a table, CSV, Markdown and a plot of accuracy against sparsity."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spartan.app.runs import RunFolder, data_name, identity, settings
+from spartan.app.report.words import NONE, count, percent, size
+from spartan.app.runs import RunFolder, data_name, identity, number, settings
 from spartan.app.terminal import print_table
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -57,6 +58,11 @@ class Row:
         """`extra` as text."""
         return " ".join(f"{key}={_short(value)}" for key, value in self.extra.items())
 
+    @property
+    def label(self) -> str:
+        """The method and its setting: what a line of a chart stands for."""
+        return f"{self.method} {self.setting}".strip()
+
 
 def rows_of(runs: Sequence[RunFolder]) -> list[Row]:
     """The finished runs, grouped by everything but the seed."""
@@ -79,6 +85,14 @@ def rows_of(runs: Sequence[RunFolder]) -> list[Row]:
         }
         rows.append(Row(*here, config.method, members[0].sparsity, extra, chosen, repeated))
     return sorted(rows, key=lambda r: (r.data, r.model, r.sparsity, r.setting, r.method))
+
+
+def panels_of(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+    """The rows by data set and model: figures are comparable within these."""
+    panels: dict[tuple[str, str], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row.data, row.model)):
+        panels.setdefault((row.data, row.model), []).append(row)
+    return panels
 
 
 def _one_per_seed(runs: Sequence[RunFolder]) -> tuple[tuple[RunFolder, ...], tuple[RunFolder, ...]]:
@@ -128,14 +142,14 @@ def _cells(row: Row, extra: bool) -> list[str]:
         row.model,
         row.method,
         f"{row.sparsity:g}",
-        *([row.setting or "-"] if extra else []),
+        *([row.setting or NONE] if extra else []),
         str(len(row.runs)),
         f"{100 * row.mean('top1'):.2f}" + (f" ± {100 * row.std('top1'):.2f}" if len(row.runs) > 1 else ""),
         by_seed,
-        _percent(row.mean("achieved_sparsity")),
-        _percent(row.flops),
-        _count(row.mean("nonzero")),
-        _size(row),
+        percent(row.mean("achieved_sparsity")),
+        percent(row.flops),
+        count(row.mean("nonzero")),
+        size(row.mean("model_bytes")) + (f" of {size(dense)}" if (dense := number(row.mean("dense_bytes"))) else ""),
         f"{row.mean('seconds'):.1f}",
     ]
 
@@ -170,30 +184,6 @@ def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else "null" if value is None else str(value)
 
 
-def _percent(fraction: float) -> str:
-    return "-" if math.isnan(fraction) else f"{100 * fraction:.2f}%"
-
-
-def _count(number: float) -> str:
-    return "-" if math.isnan(number) else f"{number:,.0f}"
-
-
-def _size(row: Row) -> str:
-    """The file as it is, packed, and what its tensors take when they are stored dense."""
-    packed, dense = row.mean("model_bytes"), row.mean("dense_bytes")
-    return _bytes(packed) if math.isnan(dense) else f"{_bytes(packed)} of {_bytes(dense)}"
-
-
-def _bytes(number: float) -> str:
-    if math.isnan(number):
-        return "-"
-    for unit in ("B", "KB", "MB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} GB"
-
-
 # ---------------------------------------------------------------------- plot
 
 
@@ -203,18 +193,18 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
     except ModuleNotFoundError:
         raise ValueError("--plot needs matplotlib: pip install 'spartan-sparsity[plot]'") from None
-    panels = sorted({(row.data, row.model) for row in rows})
+    panels = panels_of(rows)
     figure = Figure(figsize=(5.2 * len(panels) + 1.5, 4.2), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    places = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (panel, inside) in zip(places, panels.items(), strict=True):
         lines: dict[str, list[Row]] = {}
-        for row in rows:
-            if (row.data, row.model) == panel:
-                lines.setdefault(f"{row.method} {row.setting}".strip(), []).append(row)
+        for row in inside:
+            lines.setdefault(row.label, []).append(row)
         for index, (label, members) in enumerate(lines.items()):
             style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
             _draw_line(axes, label, members, style)
         axes.set(title=f"{panel[1]} on {panel[0]}", xlabel="sparsity", ylabel="top-1 %")
-        _sparsity_axis(axes, sorted({r.sparsity for members in lines.values() for r in members if r.sparsity}))
+        _sparsity_axis(axes, sorted({r.sparsity for r in inside if r.sparsity}))
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize="small")
     try:

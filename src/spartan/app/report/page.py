@@ -1,4 +1,4 @@
-"""One self-contained HTML page: styles, code and data are inside it, nothing is fetched."""
+"""Writes one self-contained HTML page: styles, code and data are inside it, nothing is fetched."""
 
 from __future__ import annotations
 

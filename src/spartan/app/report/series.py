@@ -1,4 +1,4 @@
-"""Numbers for the charts: long series thinned out, masks correlated, all of it safe to write as JSON."""
+"""Prepares numbers for the charts: thins out long series, correlates masks, makes all of it safe to write as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page that compares the runs of a folder."""
+"""Writes the page that compares the runs of a folder."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from urllib.parse import quote
 
 from spartan.app.report.charts import Chart, line
-from spartan.app.report.compare import Row, rows_of
+from spartan.app.report.compare import Row, panels_of, rows_of
 from spartan.app.report.single import LAST_EPOCH, chart_grid
-from spartan.app.report.words import Cell, count, duration, escape, percent, size, table
+from spartan.app.report.words import NONE, Cell, count, duration, escape, percent, size, table
 from spartan.app.runs import RunFolder, number
 
 
@@ -38,37 +38,18 @@ def comparison_page(folder: Path, runs: Sequence[RunFolder], out: Path) -> tuple
     return body, charts
 
 
-def _panels(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Figures are comparable within a data set and a model."""
-    return sorted({(row.data, row.model) for row in rows})
-
-
-def _label(row: Row) -> str:
-    return f"{row.method} {row.setting}".strip()
-
-
 # ---------------------------------------------------------------------- tables
 
 
 def _row_table(rows: Sequence[Row]) -> str:
-    several = len(_panels(rows)) > 1
+    several = len(panels_of(rows)) > 1
     words = ["data", "model", "method"] if several else ["method"]
     words += ["setting"] if any(row.extra for row in rows) else []
-    figures = [
-        "sparsity",
-        "runs",
-        "top-1",
-        "top-5",
-        "achieved sparsity",
-        "nonzero",
-        "FLOPs",
-        "file",
-        "dense file",
-        "time",
-    ]
+    figures = ["sparsity", "runs", "top-1", "top-5", "achieved sparsity", "nonzero", "FLOPs"]
+    figures += ["file", "dense file", "time"]
     cells: list[list[Cell]] = []
     for row in rows:
-        texts = {"data": row.data, "model": row.model, "method": row.method, "setting": row.setting or "–"}
+        texts = {"data": row.data, "model": row.model, "method": row.method, "setting": row.setting or NONE}
         cells.append(
             [
                 *((texts[w], texts[w]) for w in words),
@@ -129,16 +110,15 @@ def _address(folder: Path, out: Path) -> str:
 
 def _charts(rows: Sequence[Row]) -> list[Chart]:
     """Accuracy against sparsity and, where FLOPs are known, against FLOPs; for every data set and model."""
-    panels = _panels(rows)
+    panels = panels_of(rows)
     axes: list[tuple[str, str, dict[str, Any], Callable[[Row], float]]] = [
         ("sparsity", "sparsity", {"label": "sparsity (%)", "scale": "sparsity"}, lambda row: row.sparsity),
         ("flops", "FLOPs", {"label": "FLOPs (% of dense)", "scale": "log"}, lambda row: row.flops),
     ]
     charts = []
-    for i, panel in enumerate(panels):
-        members = [row for row in rows if (row.data, row.model) == panel]
+    for i, ((data, model), members) in enumerate(panels.items()):
+        where = f": {model} on {data}" if len(panels) > 1 else ""
         for key, word, x, at in axes:
-            where = f": {panel[1]} on {panel[0]}" if len(panels) > 1 else ""
             chart = _accuracy_chart(members, {**x, "unit": "%"}, at)
             if chart is not None:
                 charts.append({"id": f"{key}-{i}", "title": f"Accuracy against {word}{where}", **chart})
@@ -155,9 +135,9 @@ def _accuracy_chart(rows: Sequence[Row], x: dict[str, Any], at: Callable[[Row], 
         if mean is None:
             continue
         if row.sparsity == 0:
-            levels.append({"y": 100 * mean, "name": _label(row), "error": error})
+            levels.append({"y": 100 * mean, "name": row.label, "error": error})
         elif place is not None and place > 0:
-            found.setdefault(_label(row), []).append((100 * place, 100 * mean, error))
+            found.setdefault(row.label, []).append((100 * place, 100 * mean, error))
     series = []
     for i, (label, points) in enumerate(sorted(found.items())):
         xs, ys, errors = zip(*sorted(points, key=lambda p: p[0]), strict=True)

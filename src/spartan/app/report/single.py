@@ -1,4 +1,4 @@
-"""The page of one run."""
+"""Writes the page of one run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs grids of settings: each run in a process of its own, several at once, finished ones skipped, failing ones survived."""
+"""Runs grids of settings: each run in its own process, several at once, finished ones skipped, failing ones survived."""
 
 from __future__ import annotations
 
