@@ -1,4 +1,4 @@
-"""Words for error messages: the name that was probably meant, and what another error says."""
+"""Words for error messages: the name that was probably meant, what another error says, and who raised it."""
 
 from __future__ import annotations
 
@@ -25,3 +25,11 @@ def first_line(error: BaseException) -> str:
 def one_line(error: BaseException) -> str:
     """All of an error's text in one line, or its type where it has none."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def raised_in(error: BaseException) -> str:
+    """The name of the module whose code raised an error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))

@@ -17,7 +17,7 @@ from spartan.app.cli import app
 from spartan.app.train.checkpoint import checkpoints
 from spartan.app.train.config import RecipeError, from_dict, to_yaml
 from spartan.app.train.folder import check_resume_settings, choose_folder, run_name
-from spartan.app.train.parallel import spread
+from spartan.app.train.parallel import distribute
 from spartan.app.train.processes import Processes, choose_device, joined, micro_batch
 from tests.distributed.launching import Launched, free_port, launch, wait_for, weights
 
@@ -249,7 +249,7 @@ def test_devices_belong_to_one_process() -> None:
 def test_batch_norm_over_all_processes_needs_gpus(parallel: str) -> None:
     words = "sync_bn: torch's SyncBatchNorm needs GPUs, and the model is on cpu"
     with pytest.raises(RecipeError, match=words):
-        spread(from_dict({"sync_bn": True, "parallel": parallel}), torch.nn.Linear(2, 2), Processes(0, 2))
+        distribute(from_dict({"sync_bn": True, "parallel": parallel}), torch.nn.Linear(2, 2), Processes(0, 2))
 
 
 def test_copies_are_not_saved_on_the_side() -> None:

@@ -176,7 +176,7 @@ def test_manners() -> None:
     x = torch.randn(5, 64, device=DEVICE)
     expected = layer(x)
     assert isinstance(layer, SparseLinear)
-    assert (layer.in_features, layer.out_features) == (64, 96)
+    assert (layer.inputs, layer.outputs) == (64, 96)
     assert torch.equal(copy.deepcopy(layer)(x), expected)
     assert torch.equal(layer.part(x, 32, 64), expected[:, 32:64])
     file = io.BytesIO()

@@ -24,7 +24,7 @@ except ModuleNotFoundError as _missing:  # the library works without them
 
 from spartan import __version__
 from spartan.app.train.signals import Interrupted
-from spartan.wording import one_line
+from spartan.wording import one_line, raised_in
 
 
 class _Friendly(TyperGroup):
@@ -48,11 +48,7 @@ def _is_clear(error: Exception) -> bool:
     """Whether the error says enough by itself; of RuntimeErrors, only those that this library raises do."""
     if isinstance(error, (typer.Exit, typer.Abort)) or getattr(error, "errno", None) == errno.EPIPE:
         return False
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    ours = trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("spartan.")
-    return ours or not isinstance(error, RuntimeError)
+    return not isinstance(error, RuntimeError) or raised_in(error).startswith("spartan.")
 
 
 # Plain help, the same on a terminal, in a pipe and in a log.

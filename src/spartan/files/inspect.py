@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 
-from torch import nn
-
 from spartan.files import codes
-from spartan.files.load import Spec, load, open_file
+from spartan.files.load import Spec, open_file
 
 
 def bound_bytes(spec: Spec) -> float:
@@ -75,17 +73,6 @@ def inspect(path: str | os.PathLike[str]) -> str:
     text = "\n".join([f"{key:<13} {value}" for key, value in facts] + ["", *_table(rows)])
     # Names come from the file: nothing of them may steer a terminal.
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-
-
-def inspect_kernels(path: str | os.PathLike[str], model: nn.Module | None = None, kernels: str = "auto") -> str:
-    """Which kernel runs each layer of the file's model on this machine, and why: a line for each.
-
-    The arguments are those of `load`; the layers are measured if they have not been before.
-    """
-    from spartan.inference.convert import accelerate, explain
-
-    fast = accelerate(load(path, model, kernels="dense"), kernels=kernels)
-    return "\n".join(map(str, explain(fast)))
 
 
 def _sizes(specs: list[Spec]) -> list[str]:

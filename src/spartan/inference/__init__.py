@@ -1,4 +1,4 @@
-"""Models whose layers run sparse kernels, chosen by measurement; and ONNX."""
+"""Runs models on sparse kernels, chosen by measurement, and exports them to ONNX."""
 
 from typing import TYPE_CHECKING, Any
 

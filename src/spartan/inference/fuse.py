@@ -127,7 +127,7 @@ class _Rewrite:
         return next(iter(node.users)) if len(node.users) == 1 else None
 
     def put(self, node: fx.Node, module: nn.Module) -> None:
-        _set(self.owner, str(node.target), module)
+        replace_module(self.owner, str(node.target), module)
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -218,9 +218,10 @@ def fuse(model: nn.Module) -> None:
         rewrite.run()
         if rewrite.rewritten:
             graph.lint()
-            _set(model, name, fx.GraphModule(module, graph, class_name=type(module).__name__).eval())
+            replace_module(model, name, fx.GraphModule(module, graph, class_name=type(module).__name__).eval())
 
 
-def _set(root: nn.Module, name: str, module: nn.Module) -> None:
+def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Put another module in the place of the one that is called `name` below `root`."""
     parent, _, last = name.rpartition(".")
     setattr(root.get_submodule(parent), last, module)

@@ -1,4 +1,4 @@
-"""Layers of an accelerated model: for inference, with bias, activation and (convolutions) a residual in one call.
+"""The layers of an accelerated model, for inference: each adds bias, activation and (convolutions) a residual in one call.
 
 `DenseLinear` and `DenseConv2d` run torch's dense products; `SparseLinear` and `SparseConv2d` run the CPU kernels on a packed
 weight; a `DeviceLinear` (in `spartan.inference.gpu`) runs another device's. They hold buffers, not parameters, and refuse to
@@ -7,7 +7,7 @@ train or to be differentiated through.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 import torch
@@ -33,7 +33,13 @@ class InferenceLayer(nn.Module):
     kernel: str = "dense"
     why: str = ""
     bias: Tensor
-    activation: str
+
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation={activation!r}; one of {', '.join(ACTIVATIONS)} is needed")
+        self.activation = activation
+        self.eval()
 
     def train(self, mode: bool = True) -> Self:
         """Only `eval()`: the weight is packed for inference."""
@@ -59,35 +65,31 @@ class InferenceLayer(nn.Module):
         return f"kernel={self.kernel}, activation={self.activation}"
 
 
-class DenseLinear(InferenceLayer):
-    """act(x Wᵀ + b) by torch, for where no sparse kernel wins."""
+class DenseLayer(InferenceLayer):
+    """A weight and a bias for torch's own products, where no sparse kernel wins."""
 
     weight: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str = "none") -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
+        super().__init__(activation)
         self.register_buffer("weight", weight.detach().clone())
         self.register_buffer("bias", weight.new_zeros(len(weight)) if bias is None else bias.detach().clone())
-        self.activation = activation
-        self.eval()
+
+
+class DenseLinear(DenseLayer):
+    """act(x Wᵀ + b) by torch."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output for x [..., in_features]."""
-        return ops.linear_torch(self._ready(x, self.in_features, -1), self.weight, self.bias, self.activation)
+        """The layer's output for x [..., inputs]."""
+        return ops.linear_torch(self._ready(x, self.weight.shape[1], -1), self.weight, self.bias, self.activation)
 
 
-class DenseConv2d(InferenceLayer):
-    """act(conv(x) + b + residual) by torch, for where no sparse kernel wins."""
-
-    weight: Tensor
+class DenseConv2d(DenseLayer):
+    """act(conv(x) + b + residual) by torch."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, conv: Conv, activation: str = "none") -> None:
-        super().__init__()
-        self.conv, self.out_channels, self.activation = conv, len(weight), activation
-        self.register_buffer("weight", weight.detach().clone())
-        self.register_buffer("bias", weight.new_zeros(len(weight)) if bias is None else bias.detach().clone())
-        self.eval()
+        super().__init__(weight, bias, activation)
+        self.conv = conv
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The layer's output for x [images, channels, height, width]."""
@@ -103,25 +105,17 @@ class SparseLayer(InferenceLayer):
     values: Tensor
 
     def __init__(self, matrix: Tensor, bias: Tensor | None, kernel: Kernel, activation: str) -> None:
-        super().__init__()
-        kind, h, g = kernel
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation!r}; one of {', '.join(ACTIVATIONS)} is needed")
+        super().__init__(activation)
+        self.kind, h, g = kernel
         packed = pack(matrix, h, g)
         padded = torch.zeros((packed.starts.numel() - 1) * h)
         if bias is not None:
             padded[: packed.outputs] = bias.detach().float()
-        for name, buffer in (
-            ("starts", packed.starts),
-            ("runs", packed.runs),
-            ("values", packed.values),
-            ("bias", padded),
-        ):
+        buffers = {"starts": packed.starts, "runs": packed.runs, "values": packed.values, "bias": padded}
+        for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
-        self.outputs, self.inputs = packed.outputs, packed.inputs
-        self.kind, self.kernel, self.activation = kind, name_of(kernel), activation
+        self.outputs, self.inputs, self.kernel = packed.outputs, packed.inputs, name_of(kernel)
         self._dense: Tensor | None = None
-        self.eval()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # model.bfloat16() rounds the weights as it would a dense model's; the kernels still read float32.
@@ -167,7 +161,6 @@ class SparseLinear(SparseLayer):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernel: Kernel, activation: str = "none") -> None:
         super().__init__(weight, bias, kernel, activation)
-        self.out_features, self.in_features = self.outputs, self.inputs
         self._offsets: Tensor | None = None
 
     @property
@@ -180,7 +173,7 @@ class SparseLinear(SparseLayer):
         return super()._apply(fn, recurse)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output for x [..., in_features], float32 or bfloat16."""
+        """The layer's output for x [..., inputs], float32 or bfloat16."""
         return self.part(x, 0, self.outputs)
 
     @outside_graphs
@@ -206,12 +199,8 @@ class DeviceLinear(SparseLinear):
     """A sparse linear layer on another device: a `SparseLinear` to its callers, with its own buffers and kernels."""
 
     def __init__(self, weight: Tensor, activation: str) -> None:
-        InferenceLayer.__init__(self)  # nothing is packed for the CPU
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation!r}; one of {', '.join(ACTIVATIONS)} is needed")
-        self.outputs, self.inputs = self.out_features, self.in_features = weight.shape
-        self.activation = activation
-        self.eval()
+        InferenceLayer.__init__(self, activation)  # nothing is packed for the CPU
+        self.outputs, self.inputs = weight.shape
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         nn.Module._apply(self, fn, recurse)
@@ -236,7 +225,7 @@ class SparseConv2d(SparseLayer):
                 f"kernel={kernel!r}: a convolution takes ('lanes', h, 1), h dividing the outputs of a group"
             )
         super().__init__(weight.reshape(len(weight), -1), bias, kernel, activation)
-        self.conv, self.out_channels = conv, self.outputs
+        self.conv = conv
         self._layout: tuple[Any, ops.ConvLayout] | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -264,6 +253,13 @@ class SparseConv2d(SparseLayer):
         if residual is not None:
             residual = residual.to(x.dtype).expand(x.shape[0], self.outputs, *layout.out_size).contiguous()
         return ops.conv2d(x, self.packed(), layout, self.bias, self.activation, residual)
+
+
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What to call a model with, from example inputs: a tensor, a sequence of arguments, or a dict of keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs), {}) if isinstance(inputs, list | tuple) else ((inputs,), {})
 
 
 def name_of(kernel: Kernel | None) -> str:

@@ -1,4 +1,4 @@
-"""Recipes: YAML with a typed schema. Every mistake names its key and, where there is one, the key that was meant."""
+"""Reads recipes: YAML with a typed schema. Every mistake names its key and, where there is one, the key that was meant."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,18 +146,13 @@ class Config:
 
 def _check_ranges(c: Config) -> None:
     """What types alone do not say."""
-    at_least_one = {"epochs": c.epochs, "batch_size": c.batch_size, "checkpoint_epochs": c.checkpoint_epochs}
-    at_least_one |= {"data.image_size": c.data.image_size}
-    at_least_zero: dict[str, float] = {"label_smoothing": c.label_smoothing, "mixup": c.mixup, "cutmix": c.cutmix}
-    at_least_zero |= {"seed": c.seed}
-    at_least_zero |= {"data.pad": c.data.pad, "data.cutout": c.data.cutout, "data.workers": c.data.workers}
-    at_least_zero |= {"optimizer.weight_decay": c.optimizer.weight_decay, "optimizer.final_lr": c.optimizer.final_lr}
-    at_least_zero |= {"optimizer.warmup_epochs": c.optimizer.warmup_epochs, "checkpoint_steps": c.checkpoint_steps}
-    for key, count in at_least_one.items():
-        if count < 1:
+    for key in ("epochs", "batch_size", "checkpoint_epochs", "data.image_size"):
+        if (count := attrgetter(key)(c)) < 1:
             raise RecipeError(f"{key}: {count} is too small; it must be at least 1")
-    for key, value in at_least_zero.items():
-        if not value >= 0:
+    at_least_zero = ["seed", "label_smoothing", "mixup", "cutmix", "data.pad", "data.cutout", "data.workers"]
+    at_least_zero += ["optimizer.weight_decay", "optimizer.final_lr", "optimizer.warmup_epochs", "checkpoint_steps"]
+    for key in at_least_zero:
+        if not (value := attrgetter(key)(c)) >= 0:
             raise RecipeError(f"{key}: {value} is negative; it must be at least 0")
     if not 0 <= c.sparsity < 1:
         raise RecipeError(f"sparsity: {c.sparsity} is outside [0, 1): it is the fraction that is gone, such as 0.95")
@@ -322,15 +318,14 @@ def _convert_scalar(hint: type, value: Any, key: str) -> Any:
 
 
 def _type_name(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    if hint in names:
-        return names[hint]
-    args = typing.get_args(hint)
-    if typing.get_origin(hint) is Literal:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
         return _list(args)
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+    if origin in (types.UnionType, typing.Union):
         return ", ".join(_type_name(a) for a in args)
-    return {list: "a list", tuple: "a list", dict: "a table"}.get(typing.get_origin(hint) or hint, str(hint))
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    names |= {list: "a list", tuple: "a list", dict: "a table"}
+    return names[origin or hint]
 
 
 def _list(values: Sequence[Any]) -> str:

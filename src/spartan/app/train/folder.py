@@ -144,7 +144,7 @@ def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any
     layers = [vars(layer) | {"shape": list(layer.shape)} for layer in sparsifier.layers()]
     sparsifier.finalize()
     sparsifier.detach()
-    model = trainer.spread.whole_model(trainer.build_model)
+    model = trainer.parallel.gathered_model(trainer.build_model)
     if model is None:
         return {}
     packed_bytes = _save_model(out / "model.safetensors", model, trainer)

@@ -24,8 +24,8 @@ from spartan.app.train.data import Data, build_data, seed_of
 from spartan.app.train.display import Display
 from spartan.app.train.metrics import Metrics
 from spartan.app.train.mixing import mix_batch
-from spartan.app.train.parallel import spread
-from spartan.app.train.processes import Agreement, choose_device, current
+from spartan.app.train.parallel import distribute
+from spartan.app.train.processes import StopAgreement, choose_device, current
 from spartan.app.train.setup import build_cost, build_model, build_optimizer, build_sparsifier, lr_at
 from spartan.app.train.signals import Interrupted, StopSignals
 from spartan.wording import first_line, one_line
@@ -48,8 +48,8 @@ class Trainer:
         model = self.build_model().to(self.device)
         self._try(model)
         cost = build_cost(config, model, self.data.shape)
-        self.spread = spread(config, model, self.us)
-        self.model = self.spread.model
+        self.parallel = distribute(config, model, self.us)
+        self.model = self.parallel.model
         self.sparsifier = build_sparsifier(config, self.model, cost, self.total_steps)
         self.optimizer = build_optimizer(config, self.model)
         self.sparsifier.attach(self.optimizer)
@@ -95,7 +95,7 @@ class Trainer:
 
     def fit(self, out: Path, *, metrics_offset: int | None = None, quiet: bool = False) -> dict[str, Any]:
         """Train from where the run stands to its end; the summary is written last."""
-        agreement = Agreement(self.us)
+        agreement = StopAgreement(self.us)
         display = Display(self.config, self.total_steps, quiet or not self.us.first)
         with (
             StopSignals(launched=not self.us.alone) as signals,
@@ -114,7 +114,7 @@ class Trainer:
                 display.epoch(self.record)
                 self._maybe_save(out, metrics, agreement.ask(signals.caught), 0.0)
             agreement.wait()
-            self.spread.wait()
+            self.parallel.wait()
         summary = folder.finish(out, self, self.record)
         return self.us.decide(lambda: summary)
 
@@ -128,7 +128,7 @@ class Trainer:
         if due or caught is not None:
             self._save(out, metrics, unfinished)
         if caught is not None and not last:
-            self.spread.wait()
+            self.parallel.wait()
             self.us.decide(lambda: None)  # a launcher ends the others when one has ended: not before it is saved
             raise Interrupted(out, caught)
 
@@ -162,9 +162,11 @@ class Trainer:
                 x, y = mix_batch(x, y, self.data.classes, c.mixup, c.cutmix, rng)
             if c.channels_last:
                 x = x.contiguous(memory_format=torch.channels_last)
-            with self.spread.sending(last=i == self.accumulate - 1):
+            with self.parallel.gradient_sync(last=i == self.accumulate - 1):
                 with self._autocast():
-                    loss = cross_entropy(self.spread.forward(x), y, label_smoothing=c.label_smoothing) / self.accumulate
+                    loss = (
+                        cross_entropy(self.parallel.forward(x), y, label_smoothing=c.label_smoothing) / self.accumulate
+                    )
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         if c.clip is not None:
@@ -206,7 +208,7 @@ class Trainer:
         self.model.eval()
         top = min(5, self.data.classes)
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
-        for x, y in self.spread.test_batches(self.data):
+        for x, y in self.parallel.test_batches(self.data):
             if self.config.channels_last:
                 x = x.contiguous(memory_format=torch.channels_last)
             with self._autocast():
@@ -221,7 +223,7 @@ class Trainer:
     def _remember_masks(self) -> None:
         masks = list(self.sparsifier.masks().values())
         stride = -(-sum(m.numel() for m in masks) // MASK_SAMPLE)
-        self.masks.append(torch.cat([self.spread.whole(m).reshape(-1)[::stride] for m in masks]).cpu())
+        self.masks.append(torch.cat([self.parallel.gathered(m).reshape(-1)[::stride] for m in masks]).cpu())
 
     # ------------------------------------------------------------------ saving
 
@@ -237,12 +239,12 @@ class Trainer:
             "masks": self.masks,
             "record": self.record,
         }
-        self.spread.save(out, self.step, state, self.optimizer, self.sparsifier)
+        self.parallel.save(out, self.step, state, self.optimizer, self.sparsifier)
 
     def load(self, path: Path, state: Mapping[str, Any]) -> int:
         """Continue from a checkpoint; returns how much of metrics.jsonl belongs to it."""
         self.step = int(state["step"])
-        self.spread.load(path, state, self.optimizer, self.sparsifier)
+        self.parallel.load(path, state, self.optimizer, self.sparsifier)
         self.scaler.load_state_dict(state["scaler"])
         self.seconds, self.record = float(state["seconds"]), dict(state["record"])
         self.masks = [m.cpu() for m in state["masks"]]

@@ -1,4 +1,4 @@
-"""Which kernel runs a layer: a few are timed at the layer's own shape, and the answer is kept on disk."""
+"""Chooses the kernel that runs a layer: times a few at the layer's own shape, and keeps the answer on disk."""
 
 from __future__ import annotations
 
@@ -12,18 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spartan.disk import replace_file
 from spartan.inference.cpu.library import cache_folder, library, status
-from spartan.inference.runtime import (
-    DenseConv2d,
-    DenseLinear,
-    Kernel,
-    SparseConv2d,
-    SparseLinear,
-    name_of,
-)
+from spartan.inference.cpu.packed import stored
+from spartan.inference.runtime import DenseConv2d, DenseLinear, Kernel, SparseConv2d, SparseLinear, name_of
 
 ROUNDS, WARM_UP, LEAST_SECONDS, MOST_ROUNDS = 7, 2, 0.1, 40
 # Rough rates relative to the best kernel, set by hand after timings on one AVX-512 processor: they only decide which three
@@ -52,18 +46,11 @@ def candidates(layer: DenseLinear | DenseConv2d, parts: int = 1) -> list[tuple[K
     for kind, h, g in shapes:
         if (h > 1 and h > outputs) or (parts > 1 and (outputs // parts) % h):
             continue
-        share = _share(weight, h, g)
+        share = stored(weight, h, g) / weight.numel()
         rate = _RATE[kind, h] * (_RUN_RATE[g] if kind == "rows" else 1.0)
         found.append((share / rate, (kind, h, g), share))
     found.sort()
     return [(kernel, share) for _, kernel, share in found[:3]]
-
-
-def _share(nonzero: Tensor, h: int, g: int) -> float:
-    outputs, inputs = nonzero.shape
-    padded = nn.functional.pad(nonzero, (0, -inputs % g, 0, -outputs % h)).reshape(-1, h, inputs + -inputs % g)
-    runs = padded.any(1).reshape(len(padded), -1, g).any(2)
-    return int(runs.sum()) * h * g / nonzero.numel()
 
 
 def choose(

@@ -1,4 +1,4 @@
-"""Sparse products on the CPU: the calls of the compiled kernels, and the same in plain torch for where there are none.
+"""Computes sparse products on the CPU: by the compiled kernels, and in plain torch where there are none.
 
 Columns that are zero in a whole group of h rows are not multiplied, so a NaN or an infinity in the input reaches only the
 outputs of groups that use it (with h = 1: the outputs that use it); a dense product spreads it to all.
@@ -113,17 +113,7 @@ def linear_rows(x: Tensor, packed: PackedMatrix, bias: Tensor, activation: str) 
         bias: float32, one per row of every group (zeros in rows that pad the last group).
         activation: a key of `ACTIVATIONS`.
     """
-    kernels = _kernels()
-    y = x.new_empty(*x.shape[:-1], packed.outputs)
-    tokens = x.numel() // packed.inputs
-    _check(
-        kernels.spartan_linear_rows(
-            *_pointers(x, y, bias, packed.starts, packed.runs, packed.values),
-            *(tokens, packed.inputs, packed.outputs, packed.h, packed.g, ACTIVATIONS[activation][0]),
-            *(x.dtype == torch.bfloat16, torch.get_num_threads()),
-        )
-    )
-    return y
+    return _linear("rows", x, packed, packed.runs, bias, activation, packed.h, packed.g)
 
 
 def lane_offsets(packed: PackedMatrix) -> Tensor:
@@ -133,13 +123,17 @@ def lane_offsets(packed: PackedMatrix) -> Tensor:
 
 def linear_lanes(x: Tensor, packed: PackedMatrix, offsets: Tensor, bias: Tensor, activation: str) -> Tensor:
     """act(x Wᵀ + b) with the tokens in the SIMD lanes: for groups of any height up to 64, and g = 1."""
-    kernels = _kernels()
+    return _linear("lanes", x, packed, offsets, bias, activation, packed.h)
+
+
+def _linear(
+    kind: str, x: Tensor, packed: PackedMatrix, index: Tensor, bias: Tensor, activation: str, *sizes: int
+) -> Tensor:
     y = x.new_empty(*x.shape[:-1], packed.outputs)
-    tokens = x.numel() // packed.inputs
     _check(
-        kernels.spartan_linear_lanes(
-            *_pointers(x, y, bias, packed.starts, offsets, packed.values),
-            *(tokens, packed.inputs, packed.outputs, packed.h, ACTIVATIONS[activation][0]),
+        getattr(_kernels(), f"spartan_linear_{kind}")(
+            *_pointers(x, y, bias, packed.starts, index, packed.values),
+            *(x.numel() // packed.inputs, packed.inputs, packed.outputs, *sizes, ACTIVATIONS[activation][0]),
             *(x.dtype == torch.bfloat16, torch.get_num_threads()),
         )
     )
@@ -150,10 +144,9 @@ def conv2d(
     x: Tensor, packed: PackedMatrix, layout: ConvLayout, bias: Tensor, activation: str, residual: Tensor | None = None
 ) -> Tensor:
     """act(conv(x) + b + residual), pixels in the SIMD lanes; x and residual contiguous [images, channels, height, width]."""
-    kernels = _kernels()
     y = x.new_empty(x.shape[0], packed.outputs, *layout.out_size)
     _check(
-        kernels.spartan_conv(
+        _kernels().spartan_conv(
             *_pointers(x, y, bias, residual, packed.starts, layout.offsets, packed.values),
             (ctypes.c_int64 * 16)(x.shape[0], *layout.geometry),
             *(packed.outputs, packed.h, ACTIVATIONS[activation][0], x.dtype == torch.bfloat16, torch.get_num_threads()),

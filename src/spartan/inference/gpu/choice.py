@@ -1,4 +1,4 @@
-"""Which kernel runs a linear layer on a CUDA device: a few are timed at the layer's own shape, the answer kept on disk."""
+"""Chooses the kernel that runs a linear layer on a CUDA device: times a few at its own shape, and keeps the answer."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class TileLinear(DeviceLinear):
         return unpack(Tiles(*buffers, self.empties, self.tiling, (self.outputs, self.inputs)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output for x [..., in_features], float32, bfloat16 or float16."""
+        """The layer's output for x [..., inputs], float32, bfloat16 or float16."""
         x = _prepared(self, self._ready(x, self.inputs, -1))
         # Outside a graph the dispatcher would only add to the time of the launch.
         call: Callable[..., Tensor] = ops.tile_linear if torch.compiler.is_compiling() else ops.run
@@ -122,7 +122,7 @@ class SemiStructuredLinear(DeviceLinear):
 
     @outside_graphs
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output for x [..., in_features]."""
+        """The layer's output for x [..., inputs]."""
         x = _prepared(self, self._ready(x, self.inputs, -1))
         if not x.is_cuda or x.dtype != self.weight_.dtype:
             return linear_torch(x, self.weight_, self.bias, self.activation)
