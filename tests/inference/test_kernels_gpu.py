@@ -21,7 +21,7 @@ from spartan.inference.gpu import choice, ops
 from spartan.inference.gpu.layers import SemiStructuredLinear, TileLinear, two_of_four
 from spartan.inference.gpu.ops import LOADS, Launch
 from spartan.inference.gpu.tiles import Tiling, blocks_of, deal, group_rows, pack, unpack
-from spartan.inference.runtime import DenseLinear, SparseLinear
+from spartan.inference.runtime import DenseLinear, DeviceLinear
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [
@@ -175,7 +175,7 @@ def test_manners() -> None:
     layer = TileLinear(weight, bias, Tiling(32, 32, 32, 32), LAUNCH, "relu")
     x = torch.randn(5, 64, device=DEVICE)
     expected = layer(x)
-    assert isinstance(layer, SparseLinear)
+    assert isinstance(layer, DeviceLinear)
     assert (layer.inputs, layer.outputs) == (64, 96)
     assert torch.equal(copy.deepcopy(layer)(x), expected)
     assert torch.equal(layer.part(x, 32, 64), expected[:, 32:64])

@@ -17,7 +17,7 @@ from spartan.inference.cpu.ops import DTYPES as _CPU_DTYPES
 from spartan.inference.fuse import fuse, plain_conv, plain_linear, replace_module
 from spartan.inference.gpu import choice as gpu
 from spartan.inference.gpu.ops import DTYPES as _GPU_DTYPES
-from spartan.inference.runtime import DenseConv2d, DenseLinear, InferenceLayer, SparseLinear, arguments_of
+from spartan.inference.runtime import DenseConv2d, DenseLinear, DeviceLinear, InferenceLayer, SparseLinear, arguments_of
 
 M = TypeVar("M", bound=nn.Module)
 # Shape and type of what a layer is given.
@@ -163,7 +163,7 @@ def _as_patches(conv: DenseConv2d) -> bool:
 
 
 def _is_sparse(model: nn.Module) -> bool:
-    return any(isinstance(module, SparseLinear) for module in model.modules())
+    return any(isinstance(module, SparseLinear | DeviceLinear) for module in model.modules())
 
 
 def _on_gpu(tensor: Tensor) -> bool:

@@ -81,7 +81,12 @@ class DenseLinear(DenseLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output for x [..., inputs]."""
-        return ops.linear_torch(self._ready(x, self.weight.shape[1], -1), self.weight, self.bias, self.activation)
+        return self.part(x, 0, len(self.weight))
+
+    def part(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Outputs `first` to `last` alone."""
+        x = self._ready(x, self.weight.shape[1], -1)
+        return ops.linear_torch(x, self.weight[first:last], self.bias[first:last], self.activation)
 
 
 class DenseConv2d(DenseLayer):
@@ -104,7 +109,7 @@ class SparseLayer(InferenceLayer):
     runs: Tensor
     values: Tensor
 
-    def __init__(self, matrix: Tensor, bias: Tensor | None, kernel: Kernel, activation: str) -> None:
+    def __init__(self, matrix: Tensor, bias: Tensor | None, kernel: Kernel, activation: str = "none") -> None:
         super().__init__(activation)
         self.kind, h, g = kernel
         packed = pack(matrix, h, g)
@@ -116,11 +121,13 @@ class SparseLayer(InferenceLayer):
             self.register_buffer(name, buffer)
         self.outputs, self.inputs, self.kernel = packed.outputs, packed.inputs, name_of(kernel)
         self._dense: Tensor | None = None
+        self._places: Any = None  # where the kernel finds its inputs, from the first call on
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # model.bfloat16() rounds the weights as it would a dense model's; the kernels still read float32.
         super()._apply(fn, recurse)
-        self.values, self.bias, self._dense = self.values.float(), self.bias.float(), None
+        self.values, self.bias = self.values.float(), self.bias.float()
+        self._dense = self._places = None
         return self
 
     def packed(self) -> PackedMatrix:
@@ -159,18 +166,10 @@ class SparseLinear(SparseLayer):
         True
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernel: Kernel, activation: str = "none") -> None:
-        super().__init__(weight, bias, kernel, activation)
-        self._offsets: Tensor | None = None
-
     @property
     def weight(self) -> Tensor:
         """The dense weight, for code that asks a linear layer for it; made on every access."""
         return self.matrix()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._offsets = None
-        return super()._apply(fn, recurse)
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output for x [..., inputs], float32 or bfloat16."""
@@ -189,25 +188,27 @@ class SparseLinear(SparseLayer):
             packed, bias = PackedMatrix(starts, packed.runs, packed.values, last - first, packed.inputs), bias[first:]
         if self.kind == "rows":
             return ops.linear_rows(x, packed, bias, self.activation)
-        offsets = self._offsets
+        offsets = self._places
         if offsets is None:
-            offsets = self._offsets = ops.lane_offsets(packed)
+            offsets = self._places = ops.lane_offsets(packed)
         return ops.linear_lanes(x, packed, offsets, bias, self.activation)
 
 
-class DeviceLinear(SparseLinear):
-    """A sparse linear layer on another device: a `SparseLinear` to its callers, with its own buffers and kernels."""
+class DeviceLinear(InferenceLayer):
+    """A sparse linear layer on another device, which a subclass gives its buffers and its kernel."""
 
     def __init__(self, weight: Tensor, activation: str) -> None:
-        InferenceLayer.__init__(self, activation)  # nothing is packed for the CPU
+        super().__init__(activation)
         self.outputs, self.inputs = weight.shape
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        nn.Module._apply(self, fn, recurse)
-        return self
+    def matrix(self) -> Tensor:
+        """The weight as a dense matrix."""
+        raise NotImplementedError
 
-    def _ready(self, x: Tensor, size: int, dim: int) -> Tensor:
-        return InferenceLayer._ready(self, x, size, dim)
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, for code that asks a linear layer for it."""
+        return self.matrix()
 
     def part(self, x: Tensor, first: int, last: int) -> Tensor:
         """Outputs `first` to `last`, of all that are computed."""
@@ -226,11 +227,6 @@ class SparseConv2d(SparseLayer):
             )
         super().__init__(weight.reshape(len(weight), -1), bias, kernel, activation)
         self.conv = conv
-        self._layout: tuple[Any, ops.ConvLayout] | None = None
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._layout = None
-        return super()._apply(fn, recurse)
 
     @property
     def weight(self) -> Tensor:
@@ -246,9 +242,9 @@ class SparseConv2d(SparseLayer):
         if library() is None:
             return ops.conv_torch(x, self.conv, self._fallback(), self.bias, self.activation, residual)
         key = (x.shape[2], x.shape[3], x.dtype)
-        known = self._layout  # read once: another thread may put its own here
+        known = self._places  # read once: another thread may put its own here
         if known is None or known[0] != key:
-            known = self._layout = key, ops.lay_out_conv(self.conv, self.packed(), *key)
+            known = self._places = key, ops.lay_out_conv(self.conv, self.packed(), *key)
         layout = known[1]
         if residual is not None:
             residual = residual.to(x.dtype).expand(x.shape[0], self.outputs, *layout.out_size).contiguous()
@@ -262,14 +258,12 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs), {}) if isinstance(inputs, list | tuple) else ((inputs,), {})
 
 
-def name_of(kernel: Kernel | None) -> str:
+def name_of(kernel: Kernel) -> str:
     """A kernel in words.
 
     Example:
-        >>> name_of(("rows", 16, 8)), name_of(("lanes", 1, 1)), name_of(None)
-        ('rows 16×8', 'lanes 1', 'dense')
+        >>> name_of(("rows", 16, 8)), name_of(("lanes", 1, 1))
+        ('rows 16×8', 'lanes 1')
     """
-    if kernel is None:
-        return "dense"
     kind, h, g = kernel
     return f"{kind} {h}×{g}" if kind == "rows" else f"{kind} {h}"

@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -75,11 +75,11 @@ def choose(
             return None, f"{zeros:.1%} zeros: too few, or too scattered for any kernel"
     if library() is None:
         return options[0][0], f"{zeros:.1%} zeros; {status()}"
-    key = _key(layer, shape, dtype, kernels, options)
-    times = remember().get(key)
-    if times is None:
-        times = _measure(layer, shape, dtype, kernels, [kernel for kernel, _ in options])
-        remember(key, times)
+    what = f"{layer.conv}" if isinstance(layer, DenseConv2d) else "linear"
+    # Shares to two digits: layers that differ by a few weights share a measurement.
+    shares = [f"{name_of(kernel)} {share:.2g}" for kernel, share in options]
+    case = [machine(), what, tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]
+    times = measured(case, lambda: _measure(layer, shape, dtype, kernels, [kernel for kernel, _ in options]))
     named: dict[str, Kernel | None] = {name_of(kernel): kernel for kernel, _ in options}
     named["dense"] = None
     best = min(times, key=lambda name: times[name])
@@ -126,20 +126,6 @@ def _measure(
     return times
 
 
-def _key(
-    layer: DenseLinear | DenseConv2d,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    kernels: str,
-    options: list[tuple[Kernel, float]],
-) -> str:
-    what = f"{layer.conv}" if isinstance(layer, DenseConv2d) else "linear"
-    # Shares to two digits: layers that differ by a few weights share a measurement.
-    shares = [f"{name_of(kernel)} {share:.2g}" for kernel, share in options]
-    parts = [machine(), what, tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]
-    return "; ".join(map(str, parts))
-
-
 @functools.cache
 def _processor() -> str:
     with contextlib.suppress(OSError):
@@ -158,17 +144,26 @@ def machine() -> str:
     )
 
 
-def remember(key: str | None = None, times: dict[str, float] | None = None) -> dict[str, dict[str, float]]:
-    """What was measured before, from the cache; with a key, that measurement added. A damaged cache counts as empty."""
-    path = cache_folder() / "choices.json"
-    known: dict[str, dict[str, float]] = {}
+def measured(
+    case: Sequence[object], measure: Callable[[], dict[str, float]], kernels: Iterable[str] | None = None
+) -> dict[str, float]:
+    """Seconds by kernel for a case, from the cache on disk or measured now; a damaged cache counts as empty.
+
+    Times of kernels other than `kernels`, where these are given, are of an older version and do not count.
+    """
+    path, key = cache_folder() / "choices.json", "; ".join(map(str, case))
+    times = _cached(path).get(key)
+    if times is None or (kernels is not None and not set(times) <= set(kernels)):
+        times = measure()
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, json.dumps(_cached(path) | {key: times}, indent=1).encode())
+    return times
+
+
+def _cached(path: Path) -> dict[str, dict[str, float]]:
     with contextlib.suppress(OSError, ValueError):
         read = json.loads(path.read_text())
         if isinstance(read, dict):
-            known = {k: v for k, v in read.items() if isinstance(v, dict) and v}
-    if key is not None and times is not None:
-        known[key] = times
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, json.dumps(known, indent=1).encode())
-    return known
+            return {k: v for k, v in read.items() if isinstance(v, dict) and v}
+    return {}

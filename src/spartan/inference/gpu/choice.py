@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spartan.inference.cpu.choice import DENSE_ABOVE, reason, remember
+from spartan.inference.cpu.choice import DENSE_ABOVE, measured, reason
 from spartan.inference.gpu import ops
 from spartan.inference.gpu.layers import SemiStructuredLinear, TileLinear, two_of_four
 from spartan.inference.gpu.ops import Launch
@@ -164,12 +164,8 @@ def choose(
     if kernels == "auto":
         named["dense"] = None
     shares = [f"{tiling} {share:.2g}" for tiling, share in options]
-    parts = [machine(), "linear", tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]
-    key = "; ".join(map(str, parts))
-    times = remember().get(key)
-    if times is None or not set(times) <= set(named):
-        times = measure(layer, shape, dtype, named)
-        remember(key, times)
+    case = [machine(), "linear", tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]
+    times = measured(case, lambda: measure(layer, shape, dtype, named), named)
     ranked = sorted((name for name in times if times[name] < math.inf), key=lambda name: times[name])
     failed = len(times) - len(ranked)
     note = f"; {failed} of {len(times)} kernels failed" if failed else ""
