@@ -1,9 +1,9 @@
-"""Words for error messages: the name that was probably meant, what another error says, and who raised it."""
+"""Words for people: the name that was probably meant, what an error says and who raised it, and tables as text."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def nearest(word: object, words: Iterable[object]) -> str:
@@ -33,3 +33,17 @@ def raised_in(error: BaseException) -> str:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:
+    """A table as lines, its first `left` columns (all, where that is not given) to the left and the others to the right.
+
+    Example:
+        >>> print("\\n".join(aligned([["layer", "zeros"], ["fc", "5"]], left=1)))
+        layer  zeros
+        fc         5
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = len(widths) if left is None else left
+    sides = [str.ljust if i < left else str.rjust for i in range(len(widths))]
+    return ["  ".join(side(c, n) for side, c, n in zip(sides, row, widths, strict=True)).rstrip() for row in rows]

@@ -98,8 +98,8 @@ class RunFolder:
 
     @property
     def sparsity(self) -> float:
-        """The sparsity asked for."""
-        return asked_sparsity(self.method, number(self.recipe.get("sparsity")) or 0.0)
+        """The sparsity asked for; a dense run has none, whatever its recipe says."""
+        return 0.0 if self.dense else number(self.recipe.get("sparsity")) or 0.0
 
     @property
     def seed(self) -> int:
@@ -283,11 +283,6 @@ def never_sparse(method: str) -> bool:
     return any(entry.name == method and entry.sparse_from == "never" for entry in entries())
 
 
-def asked_sparsity(method: str, sparsity: float) -> float:
-    """The sparsity that a recipe asks for; 0 for a method that never makes the model sparse, whatever the recipe says."""
-    return 0.0 if never_sparse(method) else sparsity
-
-
 def settings(config: Config) -> dict[str, Any]:
     """Everything that makes one experiment differ from another, the seed aside, by dotted key."""
     flat: dict[str, Any] = {"data": data_name(config)}
@@ -296,7 +291,7 @@ def settings(config: Config) -> dict[str, Any]:
             flat |= {f"{key}.{k}": v for k, v in value.items() if key != "data" or k not in INCIDENTAL_DATA}
         elif key not in INCIDENTAL and key != "seed":
             flat[key] = value
-    return flat | {"sparsity": asked_sparsity(config.method, config.sparsity)}
+    return flat | ({"sparsity": 0.0} if never_sparse(config.method) else {})
 
 
 def identity(config: Config, seed: bool = True) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
+from spartan.wording import aligned
+
 
 def is_plain() -> bool:
     """Whether output goes to a file, a pipe or a CI log rather than to a person."""
@@ -18,9 +20,7 @@ def is_plain() -> bool:
 def print_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
     """A rich table on a terminal; aligned lines, never cut or wrapped, anywhere else."""
     if is_plain():
-        widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-        for line in (header, *cells):
-            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print("\n".join(aligned([header, *cells])))
         return
     from rich import box
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""Which code is smallest for a tensor: dense, or mask, gaps (of entries or of blocks) or N:M."""
+"""Chooses the code that is smallest for a tensor: dense, or mask, gaps (of entries or of blocks) or N:M."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spartan.files import codes, nm
+from spartan.files.bits import byte_count
 from spartan.patterns import Block, Pattern
 
 # What a packed tensor takes in the header beyond what a dense one does, at most: it must save more than that.
@@ -118,8 +119,8 @@ def _units(kept: Tensor, units: int, itemsize: float, h: int, w: int) -> tuple[f
     """Bytes, code and positions for units of h × w entries."""
     values = kept.numel() * h * w * itemsize
     coded, k = codes.gaps_size(codes.gaps_of(kept), units)
-    if codes.mask_size(units) <= coded:
-        return values + codes.mask_size(units), Code("mask", h, w), kept
+    if byte_count(units) <= coded:
+        return values + byte_count(units), Code("mask", h, w), kept
     return values + coded, Code("gaps", h, w, k), kept
 
 

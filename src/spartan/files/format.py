@@ -178,13 +178,15 @@ def _read(path: Path, file: BinaryIO) -> Container:
     # A plain file of another library is no mistake of its writer's: say so before looking for damage.
     _check_version(metadata)
     entries = _entries(header, size - 8 - length)
-    _check_digest_field(text, metadata)
+    digest = metadata.get("spartan.sha256", "")
+    if len(digest) != 64 or text.count((_SHA256 + digest).encode(errors="replace")) != 1:
+        raise ValueError("is damaged: it has no checksum")
     data = bytearray(size - 8 - length)
     if file.readinto(data) != len(data):  # type: ignore[attr-defined]
         raise ValueError("is cut off")
-    digest = hashlib.sha256(text.replace((_SHA256 + metadata["spartan.sha256"]).encode(), (_SHA256 + _BLANK).encode()))
-    digest.update(data)
-    if digest.hexdigest() != metadata["spartan.sha256"]:
+    found = hashlib.sha256(text.replace((_SHA256 + digest).encode(), (_SHA256 + _BLANK).encode()))
+    found.update(data)
+    if found.hexdigest() != digest:
         raise ValueError("is damaged: its contents do not have the checksum that it names")
     flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     return Container(path, size, entries, metadata, flat)
@@ -243,12 +245,6 @@ def _entries(header: Mapping[str, Any], size: int) -> dict[str, StoredTensor]:
         what = "cut off" if place > size else "damaged"
         raise ValueError(f"is {what}: the header claims {place:,} bytes of data, and the file has {size:,}")
     return entries
-
-
-def _check_digest_field(text: bytes, metadata: Mapping[str, str]) -> None:
-    digest = metadata.get("spartan.sha256", "")
-    if len(digest) != 64 or text.count((_SHA256 + digest).encode(errors="replace")) != 1:
-        raise ValueError("is damaged: it has no checksum")
 
 
 def _check_machine() -> None:

@@ -1,12 +1,14 @@
-"""What `spartan inspect FILE` prints: what is in a packed file, and how near its size is to the information bound."""
+"""Describes a packed file: what is in it, and how near its size is to the information bound."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 
 from spartan.files import codes
 from spartan.files.load import Spec, open_file
+from spartan.wording import aligned
 
 
 def bound_bytes(spec: Spec) -> float:
@@ -20,7 +22,7 @@ def bound_bytes(spec: Spec) -> float:
         return float(spec.nbytes)
     if spec.code.name == "nm":
         groups = spec.count // spec.code.m
-        return (spec.kept * bits + groups * codes.log2_choices(spec.code.m, spec.code.n)) / 8
+        return (spec.kept * bits + groups * math.log2(math.comb(spec.code.m, spec.code.n))) / 8
     unit = spec.code.h * spec.code.w
     return codes.bound(spec.count // unit, spec.kept // unit, unit * bits) / 8
 
@@ -70,7 +72,7 @@ def inspect(path: str | os.PathLike[str]) -> str:
     if small:
         count = f"{sum(spec.count for spec in small):,}"
         rows.append([f"{len(small)} others", count, "", "", "", *_sizes(small)])
-    text = "\n".join([f"{key:<13} {value}" for key, value in facts] + ["", *_table(rows)])
+    text = "\n".join([f"{key:<13} {value}" for key, value in facts] + ["", *aligned(rows, left=4)])
     # Names come from the file: nothing of them may steer a terminal.
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
@@ -90,14 +92,3 @@ def _sparsity(text: str) -> str:
         return f"{float(text):.4%} of the weights in tensors of 2 or more dimensions"
     except ValueError:
         return "not named"
-
-
-def _table(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    left = 4  # names to the left, numbers to the right
-    return [
-        "  ".join(
-            c.ljust(n) if i < left else c.rjust(n) for i, (c, n) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

@@ -103,16 +103,6 @@ def _one_per_seed(runs: Sequence[RunFolder]) -> tuple[tuple[RunFolder, ...], tup
     return chosen, tuple(run for run in by_age if newest[run.seed] is not run)
 
 
-def unfinished(runs: Sequence[RunFolder]) -> list[str]:
-    """A line for each run that did not come to its end."""
-    return [
-        f"{run.folder}: unfinished, epoch {run.epochs[-1]['epoch'] if run.epochs else 0} of {run.planned_epochs}; "
-        f"spartan train --resume {run.folder}"
-        for run in runs
-        if not run.finished
-    ]
-
-
 def print_comparison(runs: Sequence[RunFolder]) -> None:
     """The table of the finished runs, and a line for each run that is not part of it."""
     rows = rows_of(runs)
@@ -120,8 +110,9 @@ def print_comparison(runs: Sequence[RunFolder]) -> None:
         print_table(*table(rows))
     for run in (run for row in rows for run in row.repeated):
         print(f"{run.folder}: left out, a newer run repeats its seed {run.seed}")
-    for line in unfinished(runs):
-        print(line)
+    for run in (run for run in runs if not run.finished):
+        reached = f"epoch {run.epochs[-1]['epoch'] if run.epochs else 0} of {run.planned_epochs}"
+        print(f"{run.folder}: unfinished, {reached}; spartan train --resume {run.folder}")
 
 
 # ---------------------------------------------------------------------- tables

@@ -276,7 +276,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         return _convert_union(args, value, key, hint)
     if origin is Literal:
         if value not in args:
-            raise RecipeError(f"{key}: {value!r} is not accepted{nearest(value, args)}; accepted: {_list(args)}")
+            raise RecipeError(f"{key}: {value!r} is not accepted{nearest(value, args)}; accepted: {_type_name(hint)}")
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)) or len(value) != len(args):
@@ -320,16 +320,12 @@ def _convert_scalar(hint: type, value: Any, key: str) -> Any:
 def _type_name(hint: Any) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
-        return _list(args)
+        return ", ".join(map(str, args))
     if origin in (types.UnionType, typing.Union):
         return ", ".join(_type_name(a) for a in args)
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     names |= {list: "a list", tuple: "a list", dict: "a table"}
     return names[origin or hint]
-
-
-def _list(values: Sequence[Any]) -> str:
-    return ", ".join(str(v) for v in values)
 
 
 def to_yaml(config: Config) -> str:

@@ -37,7 +37,8 @@ class Data(ABC):
     ) -> None:
         self.config, self.device, self.us = config, device, us
         self.classes, self.shape, self.train_size, self.test_size = classes, shape, train, test
-        self.micro = micro_batch(config, us.world)
+        # images per forward pass of one process, in training and in testing
+        self.micro = self.test_micro = micro_batch(config, us.world)
         for part, size in (("training", train), ("test", test)):
             if not size:
                 raise RecipeError(f"data.source: {config.data.source} has no {part} images")
@@ -54,11 +55,6 @@ class Data(ABC):
         """Batches in `test()` of the process that has the most images."""
         most = -(-self.test_size // self.us.world)
         return -(-most // self.test_micro)
-
-    @property
-    @abstractmethod
-    def test_micro(self) -> int:
-        """Test images per forward pass of one process."""
 
     @abstractmethod
     def train(self, epoch: int, start: int = 0) -> Iterator[Batch]:

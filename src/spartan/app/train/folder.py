@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -37,13 +38,15 @@ def choose_folder(recipe: str, config: Config, out: Path | None, again: bool) ->
 
     It is `again` when torchrun starts its processes anew after one has died: then a folder with a run of the very same
     recipe is continued, the one asked for or the last unfinished one under the usual name. Anybody else has to ask for it
-    with --resume.
+    with --resume. Where the usual name is taken, the folder is the first of name-2, name-3, … that is not.
     """
     if out is None:
         usual = Path("runs") / run_name(recipe, config)
         mine = [p for p in usual.parent.glob(f"{usual.name}*") if again and _same_run(p, config) and not is_finished(p)]
-        newest = max(mine, key=lambda p: (p / "recipe.yaml").stat().st_mtime_ns, default=None)
-        return (_free_folder(usual), False) if newest is None else (newest, True)
+        if mine:
+            return max(mine, key=lambda p: (p / "recipe.yaml").stat().st_mtime_ns), True
+        names = (f"{usual.name}-{i}" if i > 1 else usual.name for i in itertools.count(1))
+        return next(folder for folder in map(usual.with_name, names) if not folder.exists()), False
     if not is_run(out) or (again and _same_run(out, config)):
         return out, is_run(out)
     raise RecipeError(f"--out: {out} holds a run already; continue it with --resume {out}, or choose another folder")
@@ -51,15 +54,6 @@ def choose_folder(recipe: str, config: Config, out: Path | None, again: bool) ->
 
 def _same_run(folder: Path, config: Config) -> bool:
     return is_run(folder) and read_run(folder).config == config
-
-
-def _free_folder(first: Path) -> Path:
-    """This folder or, where it exists, the first of folder-2, folder-3, … that does not."""
-    folder, counter = first, 1
-    while folder.exists():
-        counter += 1
-        folder = first.with_name(f"{first.name}-{counter}")
-    return folder
 
 
 def check_resume_settings(sets: Sequence[str]) -> None:
@@ -162,16 +156,13 @@ def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any
         "method": trainer.config.method,
         "sparsity": trainer.config.sparsity,
         "seed": trainer.config.seed,
-        "top1": record["top1"],
-        "top5": record["top5"],
-        "test_loss": record["test_loss"],
-        "train_loss": record["train_loss"],
+        **{
+            key: record[key]
+            for key in ("top1", "top5", "test_loss", "train_loss", "seconds", "images_per_s", "density")
+        },
         "epochs": trainer.config.epochs,
         "steps": trainer.step,
-        "seconds": record["seconds"],
-        "images_per_s": record["images_per_s"],
         "achieved_sparsity": (counted - nonzero) / everything,
-        "density": record["density"],
         "nonzero": nonzero,
         "parameters": everything,
         "model_parameters": parameters,

@@ -157,11 +157,6 @@ class LargeImages(Data):
         self._train_batches.order = mine[start:].reshape(-1)
         yield from self._pass(self._train_loader)
 
-    @property
-    def test_micro(self) -> int:
-        """As many as in training: decoding them takes longer than the model."""
-        return self.micro
-
     def test(self) -> Iterator[Batch]:
         """Every test image of this process's share, once."""
         self._test_batches.order = np.arange(self.us.rank, self.test_size, self.us.world)

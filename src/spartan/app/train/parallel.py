@@ -138,7 +138,7 @@ class ShardedModel(WholeModel):
             fully_shard(block, **options)
         if self.compiled and not parts:
             model.forward = torch.compile(model.forward)
-        self._root = fully_shard(model, **options)
+        fully_shard(model, **options)
         self._checkpoints = ShardedCheckpoints(self.us, self.config.checkpoint_async)
         return model, model
 
@@ -155,7 +155,7 @@ class ShardedModel(WholeModel):
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around each micro-batch: gradients are averaged over processes once a step, with the last one."""
-        self._root.set_requires_gradient_sync(last)
+        self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
         return contextlib.nullcontext()
 
     def test_batches(self, data: Data) -> Iterator[tuple[Tensor, Tensor]]:

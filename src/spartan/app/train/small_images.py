@@ -44,6 +44,7 @@ class SmallImages(Data):
         if classes < labels:
             raise RecipeError(f"data.classes: {classes} is too few; the labels go up to {labels - 1}")
         super().__init__(config, device, us, classes, (channels, height, width), len(x_train), len(x_test))
+        self.test_micro = max(self.micro, 1024)  # no gradients are kept, so more fits at once
         for key, size in (("pad", config.data.pad), ("cutout", config.data.cutout)):
             if size >= min(height, width):
                 raise RecipeError(f"data.{key}: {size} must be smaller than the images, which are {height}×{width}")
@@ -68,11 +69,6 @@ class SmallImages(Data):
         for i in range(start * self.us.world + self.us.rank, self.micro_batches, self.us.world):
             order, *chosen = draws[:, i * self.micro : (i + 1) * self.micro]
             yield self._augmented(order, *chosen), self._train_labels[order]
-
-    @property
-    def test_micro(self) -> int:
-        """No gradients are kept, so more fits at once."""
-        return max(self.micro, 1024)
 
     def test(self) -> Iterator[Batch]:
         """Every test image of this process's share, once."""
