@@ -203,8 +203,6 @@ def joined() -> Iterator[Processes]:
     _current = us
     try:
         yield us
-    except (SystemExit, KeyboardInterrupt):
-        raise
     except Exception as error:
         first = _common_error(us, store, error)
         if first is error:

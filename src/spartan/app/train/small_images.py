@@ -134,15 +134,15 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _read(config: Config) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x_train, y_train, x_test, y_test, checked; images NCHW as uint8 or float32."""
-    source = config.data.source
+    source, path = config.data.source, config.data.path
     if source in READERS:
-        arrays, origin = READERS[source](config), f"data.source: {source}"
+        read = READERS[source]
     elif ":" in source:
-        arrays, origin = _from_function(source), f"data.source: {source}"
-    elif Path(config.data.path or "").suffix == ".npz":
-        arrays, origin = _from_npz(config), f"data.path: {config.data.path}"
+        read = _from_function
     else:
-        arrays, origin = _from_torchvision(source.removeprefix("torchvision/"), config), f"data.source: {source}"
+        read = _from_npz if Path(path or "").suffix == ".npz" else _from_torchvision
+    arrays = read(config)
+    origin = f"data.path: {path}" if read is _from_npz and source != "npz" else f"data.source: {source}"
     x_train, x_test = (_images(f"{origin}: {NAMES[i]}", arrays[i]) for i in (0, 2))
     y_train = _labels(f"{origin}: y_train", arrays[1], len(x_train))
     y_test = _labels(f"{origin}: y_test", arrays[3], len(x_test))
@@ -185,7 +185,8 @@ def _from_npz(config: Config) -> Sequence[Any]:
 READERS: dict[str, Callable[[Config], Sequence[Any]]] = {"digits": _digits, "npz": _from_npz}
 
 
-def _from_function(source: str) -> Sequence[Any]:
+def _from_function(config: Config) -> Sequence[Any]:
+    source = config.data.source
     with blaming_the_recipe():
         function = zoo.load_function("data.source", source)
     arrays = function()
@@ -194,7 +195,8 @@ def _from_function(source: str) -> Sequence[Any]:
     return arrays
 
 
-def _from_torchvision(name: str, config: Config) -> Sequence[Any]:
+def _from_torchvision(config: Config) -> Sequence[Any]:
+    name = config.data.source.removeprefix("torchvision/")
     if name not in TORCHVISION:
         hint = "other sets can be laid out for data.source=imagefolder"
         raise RecipeError(
