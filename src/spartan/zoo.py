@@ -154,7 +154,10 @@ def _torchvision_model(name: str, classes: int, shape: Shape, given: dict[str, A
     if name.startswith("vit_"):
         arguments |= {} if shape[1] == 224 else {"image_size": shape[1]}
         if given.keys() & VIT_SIZES.keys():
-            arguments = {"image_size": shape[1], **_vit_sizes(name), **arguments}
+            with torch.device("meta"):
+                named = models.get_model(name)
+            sizes = {key: size(named) for key, size in VIT_SIZES.items()}
+            arguments = {"image_size": shape[1], **sizes, **arguments}
             return _call(models.VisionTransformer, f"torchvision/{name}", arguments, given)
     if name in ("googlenet", "inception_v3"):
         # auxiliary classifiers would make the output a tuple; leaving the other to its default warns
@@ -170,12 +173,6 @@ VIT_SIZES: dict[str, Callable[[Any], int]] = {
     "hidden_dim": lambda vit: vit.hidden_dim,
     "mlp_dim": lambda vit: vit.mlp_dim,
 }
-
-
-def _vit_sizes(name: str) -> dict[str, int]:
-    with torch.device("meta"):
-        vit = torchvision().models.get_model(name)
-    return {key: size(vit) for key, size in VIT_SIZES.items()}
 
 
 def _timm_model(name: str, classes: int, shape: Shape, given: dict[str, Any]) -> nn.Module:

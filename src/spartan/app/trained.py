@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from spartan.app.runs import read_run
@@ -129,15 +131,11 @@ def load_trained(
 
 def _load_weights(file: Path) -> dict[str, Tensor]:
     """The tensors of a .safetensors file, packed by `spartan.save` or plain."""
-    from safetensors.torch import load_file
-
     return read(file) if is_packed(file) else load_file(file)
 
 
 def is_packed(file: Path) -> bool:
     """Whether `spartan.save` wrote a .safetensors file; ValueError where it is none."""
-    from safetensors import SafetensorError, safe_open
-
     if not file.is_file():
         raise ValueError(f"there is no file {file}")
     try:

@@ -1,4 +1,4 @@
-"""References to architectures: what a file says about the model whose weights it holds.
+"""Builds models from references: what a file says about the model whose weights it holds.
 
 A reference is a name and plain numbers. To build a model for one never runs code that the file names, takes no memory that
 the file's tensors do not account for, and fetches nothing: names of torchvision, timm and this library only, arguments
@@ -84,7 +84,9 @@ def build(reference: Mapping[str, Any], shapes: Shapes, real: bool = True) -> nn
         with torch.random.fork_rng(devices=[]):
             with torch.device("meta"):
                 model = build_model(name, classes, shape, arguments)
-            _compare(name, {key: tuple(t.shape) for key, t in model.state_dict().items()}, shapes)
+            difference = differences({key: tuple(t.shape) for key, t in model.state_dict().items()}, shapes)
+            if difference:
+                raise Unbuildable(f"{name} {difference}")
             if real:
                 with torch.device("cpu"):
                     model = build_model(name, classes, shape, arguments)
@@ -126,12 +128,6 @@ def _checked(reference: Mapping[str, Any], tensors: int) -> tuple[str, int, tupl
     if max(depths, default=0) > tensors or (wrn and len(name) > 20):
         raise Unbuildable(f"{name} has more layers than the file has tensors")
     return name, classes, (shape[0], shape[1], shape[2]), dict(arguments)
-
-
-def _compare(name: str, model: Shapes, file: Shapes) -> None:
-    difference = differences(model, file)
-    if difference:
-        raise Unbuildable(f"{name} {difference}")
 
 
 def differences(model: Shapes, file: Shapes) -> str | None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 import typer
 
+from spartan.app import bench as measuring
 from spartan.app.commands.options import RecipeOfFile, SetsOfFile, Target
 from spartan.app.terminal import print_table, status_line
 from spartan.app.trained import find
-
-if TYPE_CHECKING:
-    from spartan.app.bench import Result
+from spartan.inference.cpu.library import status
 
 
 def bench(
@@ -41,9 +40,6 @@ def bench(
     spartan bench runs/imp --batch 1,8,64 --threads 1 --compile --onnx
     spartan bench small.safetensors --recipe digits         the recipe says on which images to compare
     """
-    from spartan.app import bench as measuring
-    from spartan.inference.cpu.library import status
-
     batches = _batches(batch)
     wanted = {measuring.COMPILED: compiled, measuring.ONNX: onnx, measuring.OPENVINO: openvino}
     rivals = [name for name, asked in wanted.items() if asked]
@@ -67,24 +63,20 @@ def bench(
         typer.echo("\ntop-1 is not measured: --recipe RECIPE says on which images")
 
 
-def _show(result: Result) -> None:
-    from spartan.app.bench import EAGER, OURS
-
+def _show(result: measuring.Result) -> None:
     batches, answers = list(result.seconds), result.answers
     rows = []
     for name in result.seconds[batches[0]]:
-        ours = name == OURS
+        ours = name == measuring.OURS
         size = result.packed_bytes if ours else result.dense_bytes
-        cells = []
-        for times in result.seconds.values():
-            cells.append(
-                f"{1e3 * times[name]:.3g} ms" + ("" if name == EAGER else f" ({times[EAGER] / times[name]:.2f}x)")
-            )
+        smaller = f" ({result.dense_bytes / size:.1f}x smaller)" if ours else ""
+        cells = [f"{1e3 * times[name]:.3g} ms" for times in result.seconds.values()]
+        if name != measuring.EAGER:
+            ratios = [times[measuring.EAGER] / times[name] for times in result.seconds.values()]
+            cells = [f"{cell} ({ratio:.2f}x)" for cell, ratio in zip(cells, ratios, strict=True)]
         # The dense model is one and the same, whoever runs it.
         top1 = "" if answers is None else f"{answers.after if ours else answers.before:.2%}"
-        rows.append(
-            [name, f"{size:,}" + (f" ({result.dense_bytes / size:.1f}x smaller)" if ours else ""), *cells, top1]
-        )
+        rows.append([name, f"{size:,}{smaller}", *cells, top1])
     print_table(["", "bytes", *(f"batch {n}" for n in batches), "top-1" if answers else ""], rows)
     if answers is not None:
         part = "" if answers.images == answers.of else f" (of {answers.of:,})"
@@ -95,10 +87,8 @@ def _show(result: Result) -> None:
     typer.echo(
         f"\nwhat runs each layer: torch (dense) or a sparse kernel; the times are one layer's, at batch {batches[-1]}"
     )
-    layers = [[line.layer, line.kernel] for line in result.kernels[batches[0]]]
-    for n in batches[1:]:
-        layers = [[*row, line.kernel] for row, line in zip(layers, result.kernels[n], strict=True)]
-    layers = [[*row, line.why] for row, line in zip(layers, result.kernels[batches[-1]], strict=True)]
+    by_layer = zip(*result.kernels.values(), strict=True)
+    layers = [[lines[0].layer, *(line.kernel for line in lines), lines[-1].why] for lines in by_layer]
     print_table(["layer", *(f"batch {n}" for n in batches), "why"], layers)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
+from spartan.app.bench import ONNX, check_installed, onnx_runtime, write_onnx
 from spartan.app.commands.options import RecipeOfFile, SetsOfFile, Target
 from spartan.app.terminal import status_line
 from spartan.app.trained import Trained, find
@@ -43,8 +44,6 @@ def export(
     spartan export runs/imp --onnx imp.onnx
     spartan export dense.safetensors --recipe cifar10-wrn22       a plain file, packed: dense-packed.safetensors
     """
-    from spartan.app.bench import ONNX, check_installed
-
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype: {dtype!r}; one of {', '.join(DTYPES)} is needed")
     for option, path in (("--out", out), ("--onnx", onnx)):
@@ -79,8 +78,6 @@ def export(
 
 def _export_onnx(trained: Trained, path: Path) -> str:
     """Write it, and run it beside torch."""
-    from spartan.app.bench import onnx_runtime, write_onnx
-
     with status_line("writing ONNX"):
         write_onnx(trained.model, path, trained.noise(2))
         x = trained.noise(7)

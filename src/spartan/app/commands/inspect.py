@@ -6,10 +6,12 @@ from typing import Annotated
 
 import typer
 
+import spartan
 from spartan.app.commands.options import RecipeOfFile, Target
 from spartan.app.terminal import print_table, status_line
 from spartan.app.trained import find
 from spartan.files.inspect import inspect as describe
+from spartan.inference.cpu.library import status
 
 
 def inspect(
@@ -38,12 +40,8 @@ def inspect(
     typer.echo(text)
     if not kernels:
         return
-
-    from spartan.inference.convert import accelerate, explain
-    from spartan.inference.cpu.library import status
-
     trained = find(target, recipe)
     with status_line("timing kernels (the first time ever: compiling them)"):
-        fast = accelerate(trained.model, example_inputs=trained.noise(1))
+        fast = spartan.accelerate(trained.model, example_inputs=trained.noise(1))
     typer.echo(f"\nkernels       {status()}")
-    print_table(["layer", "kernel", "why"], [[line.layer, line.kernel, line.why] for line in explain(fast)])
+    print_table(["layer", "kernel", "why"], [[line.layer, line.kernel, line.why] for line in spartan.explain(fast)])

@@ -8,7 +8,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import resources
 from operator import attrgetter
@@ -243,11 +243,8 @@ def _apply(values: dict[str, Any], setting: str) -> None:
 
 def _number_or(value: Any) -> Any:
     """YAML 1.1 reads 1e-4 as text; people mean the number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
+    with suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
     return value
 
 
@@ -294,16 +291,16 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
 
 
 def _convert_union(args: tuple[Any, ...], value: Any, key: str, hint: Any) -> Any:
-    if value is None and type(None) in args:
-        return None
-    for arg in args:
-        if arg is not type(None):
-            try:
-                return _convert(arg, value, key)
-            except RecipeError as error:
-                last = error
     choices = [a for a in args if a is not type(None)]
-    raise last if len(choices) == 1 else RecipeError(f"{key}: {value!r} is not accepted; accepted: {_type_name(hint)}")
+    if value is None and len(choices) < len(args):
+        return None
+    for choice in choices:
+        try:
+            return _convert(choice, value, key)
+        except RecipeError:
+            if len(choices) == 1:
+                raise
+    raise RecipeError(f"{key}: {value!r} is not accepted; accepted: {_type_name(hint)}")
 
 
 def _convert_scalar(hint: type, value: Any, key: str) -> Any:

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -132,8 +133,6 @@ def _commit() -> str | None:
 
 def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any]:
     """The final model, the masks and, last of all, the summary: a run with a summary is finished."""
-    import numpy as np
-
     sparsifier = trainer.sparsifier  # every process ends its own and gives what it holds of the model; the first writes
     layers = [vars(layer) | {"shape": list(layer.shape)} for layer in sparsifier.layers()]
     sparsifier.finalize()

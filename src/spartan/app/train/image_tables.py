@@ -1,4 +1,4 @@
-"""Where large images are: ImageFolder trees and WebDataset shards.
+"""Finds large images: ImageFolder trees and WebDataset shards.
 
 Both become a table that says where each image's bytes lie: random access makes the order, an exact resume and any number
 of workers a matter of indices. Shards are indexed once, when the run starts.
@@ -7,6 +7,7 @@ of workers a matter of indices. Shards are indexed once, when the run starts.
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import re
 import tarfile
@@ -160,35 +161,32 @@ def _members(shard: str) -> Iterator[tuple[int, int, int]]:
     """Offset, size and label of every sample of a shard; files that are neither image nor label are passed over."""
     try:
         with tarfile.open(shard, "r:") as tar:
-            image: tuple[int, int] | None = None
-            label, last = -1, ""
-            for member in tar:
-                folder, _, base = member.name.rpartition("/")
-                key, _, extension = base.partition(".")
-                if not member.isreg() or not key:
-                    continue
-                if f"{folder}/{key}" != last:
-                    yield from _sample(shard, last, image, label)
-                    image, label, last = None, -1, f"{folder}/{key}"
-                if extension.lower() in IMAGES:
-                    image = (member.offset_data, member.size)
-                elif extension == "cls":
-                    content = tar.extractfile(member)
-                    label = int(content.read()) if content else -1
-            yield from _sample(shard, last, image, label)
+            files = (member for member in tar if member.isreg() and _split(member)[1])
+            for (folder, key), members in itertools.groupby(files, lambda member: _split(member)[:2]):
+                image: tuple[int, int] | None = None
+                label = -1
+                for member in members:
+                    extension = _split(member)[2]
+                    if extension.lower() in IMAGES:
+                        image = (member.offset_data, member.size)
+                    elif extension == "cls":
+                        content = tar.extractfile(member)
+                        label = int(content.read()) if content else -1
+                if image is None or label < 0:
+                    lack = "image" if image is None else "label (.cls, a number from 0 on)"
+                    raise RecipeError(f"data.path: sample {folder}{key} in {shard} has no {lack}")
+                yield (*image, label)
     except RecipeError:
         raise
     except (tarfile.TarError, OSError, ValueError) as error:
         raise RecipeError(f"data.path: {shard} cannot be read as an uncompressed tar of samples ({error})") from None
 
 
-def _sample(shard: str, key: str, image: tuple[int, int] | None, label: int) -> Iterator[tuple[int, int, int]]:
-    if not key:
-        return
-    if image is None or label < 0:
-        lack = "image" if image is None else "label (.cls, a number from 0 on)"
-        raise RecipeError(f"data.path: sample {key.lstrip('/')} in {shard} has no {lack}")
-    yield (*image, label)
+def _split(member: tarfile.TarInfo) -> tuple[str, str, str]:
+    """Folder (with its slash), key and extension of a file's name."""
+    folder, slash, base = member.name.rpartition("/")
+    key, _, extension = base.partition(".")
+    return folder + slash, key, extension
 
 
 TABLES: dict[str, Callable[[Config], tuple[ImageTable, ImageTable]]] = {

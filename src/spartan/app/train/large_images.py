@@ -1,4 +1,4 @@
-"""Large images, decoded and augmented by worker processes."""
+"""Reads large images, which worker processes decode and augment."""
 
 from __future__ import annotations
 
@@ -94,11 +94,8 @@ class Batches:
         return -(-len(self.order) // self.size)
 
     def __iter__(self) -> Iterator[list[Key]]:
-        return self._walk(self.epoch, self.order)
-
-    def _walk(self, epoch: int, order: np.ndarray) -> Iterator[list[Key]]:
-        for start in range(0, len(order), self.size):
-            yield [(epoch, int(index)) for index in order[start : start + self.size]]
+        epoch, order, size = self.epoch, self.order, self.size
+        return ([(epoch, int(i)) for i in order[start : start + size]] for start in range(0, len(order), size))
 
 
 class LargeImages(Data):

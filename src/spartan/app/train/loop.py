@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -260,8 +261,6 @@ class Trainer:
 
 def seed_everything(seed: int) -> None:
     """Python, NumPy and torch."""
-    import numpy as np
-
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)
@@ -269,8 +268,6 @@ def seed_everything(seed: int) -> None:
 
 def rng_state(device: torch.device) -> dict[str, Any]:
     """The random number generators as plain tensors and numbers."""
-    import numpy as np
-
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -283,8 +280,6 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Put them back."""
-    import numpy as np
-
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = state["numpy"]

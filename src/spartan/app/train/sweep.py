@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from spartan.app.runs import RunFolder, epochs_done, identity, is_finished, is_run, read_run, result_line
+from spartan.app.runs import epochs_done, identity, is_finished, is_run, read_run, result_line
 from spartan.app.terminal import ProgressBar
 from spartan.app.train.config import Config, RecipeError, load_recipe
 from spartan.app.train.signals import StopSignals
@@ -94,7 +94,8 @@ def plan(recipe: str, sets: Sequence[str], seeds: int | None, out: Path) -> list
     """The runs of a sweep; one that is in `out` already keeps its folder, one that repeats another is left out."""
     if is_run(out):
         raise RecipeError(f"--out: {out} is a run itself; a sweep needs a folder to put its runs in")
-    there = {identity(run.config): run.folder for run in _runs_in(out)}
+    runs = [p for p in sorted(out.glob("*")) if is_run(p) and not p.name.startswith(".")]
+    there = {identity(read_run(run).config): run for run in runs}
     jobs: dict[str, Job] = {}
     taken = set(there.values())
     points = grid(sets, seeds)
@@ -119,12 +120,6 @@ def _name(config: Config, varied: Sequence[str]) -> str:
     if len(extra) > 100:
         extra = "-" + hashlib.sha256(extra.encode()).hexdigest()[:8]
     return re.sub(r"[^\w.=+-]+", "_", f"{config.method}-{config.sparsity:g}{extra}-seed{config.seed}")
-
-
-def _runs_in(out: Path) -> Iterator[RunFolder]:
-    for folder in sorted(out.iterdir()) if out.is_dir() else ():
-        if is_run(folder) and not folder.name.startswith("."):
-            yield read_run(folder)
 
 
 # ---------------------------------------------------------------------- running
