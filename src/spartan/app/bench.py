@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import spartan
-from spartan.app.train.data import Data
-from spartan.app.trained import Trained
+from spartan.app.train.data import Data, build_data
+from spartan.app.trained import CPU, Trained
 from spartan.wording import one_line
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def bench(trained: Trained, batches: Sequence[int], rivals: Sequence[str], image
         result = Result(trained.dense_bytes, path.stat().st_size)
         # What a user gets: the file's tensors in the model's layers.
         model = spartan.load(path, copy.deepcopy(trained.model), kernels="dense")
-        data = trained.data() if images else None
+        data = build_data(trained.config, CPU) if images and trained.config is not None else None
         fast = model
         for batch in batches:
             tell(f"batch {batch}: choosing kernels")

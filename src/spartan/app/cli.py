@@ -27,7 +27,7 @@ from spartan.app.train.signals import Interrupted
 from spartan.wording import one_line, raised_in
 
 
-class _Friendly(TyperGroup):
+class _ErrorsInOneLine(TyperGroup):
     """A mistake of the user's is one line and exit code 2, what went wrong on the way one line and exit code 1."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -38,22 +38,18 @@ class _Friendly(TyperGroup):
                 typer.echo(stop.message, err=True)
             raise
         except (ValueError, OSError, ImportError, RuntimeError) as error:
-            if not _is_clear(error) or os.environ.get("SPARTAN_TRACEBACK"):
+            # An error of torch's does not say enough by itself; typer's own are no errors, nor is a closed pipe.
+            unclear = isinstance(error, RuntimeError) and not raised_in(error).startswith("spartan.")
+            no_error = isinstance(error, (typer.Exit, typer.Abort)) or getattr(error, "errno", None) == errno.EPIPE
+            if unclear or no_error or os.environ.get("SPARTAN_TRACEBACK"):
                 raise
             typer.echo(f"error: {one_line(error)}", err=True)
             raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
 
 
-def _is_clear(error: Exception) -> bool:
-    """Whether the error says enough by itself; of RuntimeErrors, only those that this library raises do."""
-    if isinstance(error, (typer.Exit, typer.Abort)) or getattr(error, "errno", None) == errno.EPIPE:
-        return False
-    return not isinstance(error, RuntimeError) or raised_in(error).startswith("spartan.")
-
-
 # Plain help, the same on a terminal, in a pipe and in a log.
 app = typer.Typer(
-    cls=_Friendly,
+    cls=_ErrorsInOneLine,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

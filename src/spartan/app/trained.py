@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from spartan.app.runs import read_run
 from spartan.app.train.config import Config, RecipeError, load_recipe
-from spartan.app.train.data import Data, build_data
+from spartan.app.train.data import build_data
 from spartan.app.train.setup import build_model
-from spartan.files.architecture import Unbuildable, build
-from spartan.files.load import check_memory, open_file, read, unpack_all
+from spartan.files.load import build_named, check_memory, open_file, read, unpack_all
 from spartan.wording import one_line
 
 CPU = torch.device("cpu")
@@ -53,10 +52,6 @@ class Trained:
         """The share of zeros in tensors of two or more dimensions."""
         weights = [t for t in self.model.state_dict().values() if t.ndim > 1 and t.is_floating_point()]
         return 1.0 - sum(int(t.count_nonzero()) for t in weights) / max(1, sum(t.numel() for t in weights))
-
-    def data(self) -> Data | None:
-        """The images of its recipe; None without one."""
-        return None if self.config is None else build_data(self.config, CPU)
 
     def noise(self, batch: int) -> Tensor:
         """Inputs of the right shape."""
@@ -98,18 +93,10 @@ def find(target: Path, recipe: str | None = None, sets: Sequence[str] = ()) -> T
 def _by_file(path: Path) -> Trained:
     contents = open_file(path)
     check_memory(contents, None)
-    reference = contents.architecture
-    if reference is None:
-        raise RecipeError(f"{path} does not say which model its weights belong to; --recipe RECIPE does")
-    try:
-        model = build(reference, contents.shapes)
-    except Unbuildable as error:
-        raise RecipeError(f"{path}: {error}; --recipe RECIPE names the model") from None
+    model = build_named(contents, "--recipe RECIPE names the model")
     model.load_state_dict(unpack_all(contents))
-    return Trained(path.resolve().name.removesuffix(".safetensors"), path, True, model.eval(), dict(reference), None)
-
-
-# ---------------------------------------------------------------------- weights alone
+    reference = dict(contents.architecture or {})
+    return Trained(path.resolve().name.removesuffix(".safetensors"), path, True, model.float(), reference, None)
 
 
 def load_trained(

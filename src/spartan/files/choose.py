@@ -199,9 +199,6 @@ def _groups(support: Tensor, count: int, itemsize: float, beat: float) -> Iterat
                 continue
             masks = nm.masks(flat, m)
             n, groups = nm.most(masks, m), masks.numel()
-            if 0 < n < m and groups * n * itemsize + nm.size(groups, n, m) < beat:
-                yield (
-                    groups * n * itemsize + nm.size(groups, n, m),
-                    Code("nm", n=n, m=m, inputs_last=inputs_last),
-                    masks,
-                )
+            size = groups * n * itemsize + nm.size(groups, n, m)
+            if 0 < n < m and size < beat:
+                yield size, Code("nm", n=n, m=m, inputs_last=inputs_last), masks

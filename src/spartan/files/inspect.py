@@ -46,7 +46,8 @@ def inspect(path: str | os.PathLike[str]) -> str:
     container, specs = contents.container, contents.specs
     dense = sum(spec.nbytes for spec in specs.values())
     bound = sum(map(bound_bytes, specs.values()))
-    reference = contents.architecture
+    reference, over = contents.architecture, container.size / max(1.0, bound) - 1
+    larger = "larger" if over > 0 else "smaller"
     facts = [
         (
             "file",
@@ -56,7 +57,7 @@ def inspect(path: str | os.PathLike[str]) -> str:
         ("pattern", container.metadata.get("spartan.pattern", "not named")),
         ("sparsity", _sparsity(container.metadata.get("spartan.sparsity", ""))),
         ("dense", f"{dense:,} bytes, {dense / container.size:.2f} times the file"),
-        ("bound", f"{bound:,.0f} bytes if values are random bits; the file is {_over(container.size, bound)}"),
+        ("bound", f"{bound:,.0f} bytes if values are random bits; the file is {abs(over):.2%} {larger}"),
     ]
     facts += [("tied", f"{alias} is {name}") for alias, name in contents.aliases.items()]
     rows = [["tensor", "shape", "dtype", "code", "kept", "bytes", "bound", "over"]]
@@ -80,11 +81,6 @@ def inspect(path: str | os.PathLike[str]) -> str:
 def _sizes(specs: list[Spec]) -> list[str]:
     stored, bound = sum(spec.stored_bytes for spec in specs), sum(map(bound_bytes, specs))
     return [f"{stored:,}", f"{bound:,.0f}", f"{stored / bound - 1:+.1%}" if bound else ""]
-
-
-def _over(size: int, bound: float) -> str:
-    ratio = size / max(1.0, bound) - 1
-    return f"{abs(ratio):.2%} {'larger' if ratio > 0 else 'smaller'}"
 
 
 def _sparsity(text: str) -> str:

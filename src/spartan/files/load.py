@@ -1,4 +1,4 @@
-"""`spartan.load`: the model of a packed file, and `read`: its tensors."""
+"""Loads packed files: the model (`spartan.load`), or its tensors (`read`)."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def load(
     contents = open_file(path)
     if model is None:
         check_memory(contents, max_bytes)
-        model = _build(contents)
+        model = build_named(contents, f"build the model and pass it: load({str(path)!r}, model)")
     names = {clean_name(name): name for name in unwrap(model).state_dict()}
     _check_fit(contents, unwrap(model))
     tensors = unpack_all(contents)
@@ -233,15 +233,15 @@ def _check_fit(contents: Contents, model: nn.Module) -> None:
             )
 
 
-def _build(contents: Contents) -> nn.Module:
-    """The model that the file refers to, in the file's dtypes."""
+def build_named(contents: Contents, remedy: str) -> nn.Module:
+    """The model that a file names, untrained, in the file's dtypes; ValueError with the remedy where it names none."""
     path, reference = contents.container.path, contents.architecture
     if reference is None:
-        raise ValueError(f"{path} does not say which model its weights belong to; pass it: load({str(path)!r}, model)")
+        raise ValueError(f"{path} does not say which model its weights belong to; {remedy}")
     try:
         model = build(reference, contents.shapes)
     except Unbuildable as error:
-        raise ValueError(f"{path}: {error}; build the model and pass it: load({str(path)!r}, model)") from None
+        raise ValueError(f"{path}: {error}; {remedy}") from None
     for name, tensor in model.state_dict(keep_vars=True).items():
         tensor.data = tensor.data.to(contents.specs[contents.aliases.get(name, name)].dtype)
     return model.eval()

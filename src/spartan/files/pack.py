@@ -1,4 +1,4 @@
-"""`spartan.save`: a model in one file, sparse tensors packed."""
+"""Saves a model in one file, its sparse tensors packed (`spartan.save`)."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def save(
         "format": "pt",
         "spartan.version": str(format.VERSION),
         "spartan.sparsity": f"{zeros / max(1, weights):.6g}",
-        "spartan.pattern": repr(pattern) if pattern is not None else _found(packed),
+        "spartan.pattern": repr(pattern) if pattern is not None else _common_pattern(packed),
         "spartan.tensors": _json({name: _spec(x) for name, x in packed.items()}),
     }
     metadata |= {"spartan.aliases": _json(aliases)} if aliases else {}
@@ -190,17 +190,15 @@ def _pools(packed: Mapping[str, PackedTensor]) -> dict[str, Tensor]:
     return {name: torch.cat(parts).view(dtypes[name]) for name, parts in pools.items()}
 
 
-def _found(packed: Mapping[str, PackedTensor]) -> str:
+def _common_pattern(packed: Mapping[str, PackedTensor]) -> str:
     """The pattern of the packed weights, if it is one and the same."""
-    weights = [x for x in packed.values() if len(x.shape) > 1 and x.values.numel()]
-    kinds = {_pattern(x.code) for x in weights}
+    kinds = set()
+    for code in (x.code for x in packed.values() if len(x.shape) > 1 and x.values.numel()):
+        if code.name == "nm":
+            kinds.add(f"NM(n={code.n}, m={code.m})")
+        else:
+            kinds.add(repr(Unstructured() if code.h == code.w == 1 else Block(code.h, code.w)))
     return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "dense"
-
-
-def _pattern(code: Code) -> str:
-    if code.name == "nm":
-        return f"NM(n={code.n}, m={code.m})"
-    return repr(Unstructured() if code.h == code.w == 1 else Block(code.h, code.w))
 
 
 def _json(what: object) -> str:

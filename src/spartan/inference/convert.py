@@ -88,18 +88,18 @@ def accelerate(
     holder = nn.ModuleDict({"model": fast})  # so that a model which is one layer has a parent, too
     before = None if example_inputs is None else _call(fast, example_inputs)
     fuse(fast)
-    given = _expose(holder)
+    given = _make_replaceable(holder)
     shapes = {} if example_inputs is None else _shapes(holder, example_inputs)
     for name, layer in list(holder.named_modules()):
         if isinstance(layer, DenseLinear | DenseConv2d):
             _decide(holder, name, layer, shapes.get(id(layer)), kernels)
-    _give_back(holder, given, shapes)
+    _restore_unused(holder, given, shapes)
     fast = holder["model"]  # type: ignore[assignment]
     if before is not None:
         _compare(before, _call(fast, example_inputs))
     if kernels == "auto" and on == {"cuda"} and before is not None and _is_sparse(fast):
         plain = copy.deepcopy(model).eval().requires_grad_(False).to(next(fast.buffers()).device)
-        if not gpu.pays(lambda: _call(fast, example_inputs), lambda: _call(plain, example_inputs)):
+        if not gpu.is_faster(lambda: _call(fast, example_inputs), lambda: _call(plain, example_inputs)):
             for layer in plain.modules():
                 layer.chosen = _LAUNCHES  # type: ignore[assignment]
             return plain
@@ -118,18 +118,17 @@ def explain(model: nn.Module) -> list[Explanation]:
     for name, layer in model.named_modules():
         if isinstance(layer, InferenceLayer):
             found.append(Explanation(name or "the model", layer.kernel, layer.why))
-        elif isinstance(layer, nn.Linear | nn.Conv2d):
-            found.append(Explanation(name or "the model", "dense", getattr(layer, "chosen", "as it was given")))
-        elif isinstance(layer, nn.MultiheadAttention):
-            why = getattr(layer, "chosen", "") or convertible(layer) or "as it was given"
+        elif isinstance(layer, nn.Linear | nn.Conv2d | nn.MultiheadAttention):
+            refused = convertible(layer) if isinstance(layer, nn.MultiheadAttention) else ""
+            why = getattr(layer, "chosen", "") or refused or "as it was given"
             found.append(Explanation(name or "the model", "dense", why))
     return found
 
 
-def _expose(holder: nn.ModuleDict) -> dict[str, Any]:
+def _make_replaceable(holder: nn.ModuleDict) -> dict[str, Any]:
     """Every layer with zeros as a `DenseLinear` or `DenseConv2d`, which a sparse one may then replace.
 
-    Returns what `_give_back` needs: the attention and convolutions that were there, and the fused paths that were
+    Returns what `_restore_unused` needs: the attention and convolutions that were there, and the fused paths that were
     switched off.
     """
     given: dict[str, Any] = {}
@@ -141,7 +140,10 @@ def _expose(holder: nn.ModuleDict) -> dict[str, Any]:
             module.activation_relu_or_gelu = 0  # its fused path reads weights that are no longer there
         if type(module) is nn.MultiheadAttention and not convertible(module) and _zeros(module.in_proj_weight):
             given[name], layer = module, Attention(module)
-        elif isinstance(module, nn.Linear) and plain_linear(module) and _zeros(module.weight) and _owned(holder, name):
+        elif plain_linear(module) and _zeros(module.weight):
+            # Attention that stays as it is reads its output projection's weight itself.
+            if isinstance(holder.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+                continue
             layer = DenseLinear(module.weight, module.bias)
         elif isinstance(module, nn.Conv2d) and (conv := plain_conv(module)):
             dense = DenseConv2d(module.weight, module.bias, conv)
@@ -170,7 +172,7 @@ def _on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _give_back(holder: nn.ModuleDict, given: dict[str, Any], shapes: Mapping[int, Seen]) -> None:
+def _restore_unused(holder: nn.ModuleDict, given: dict[str, Any], shapes: Mapping[int, Seen]) -> None:
     """On a GPU, attention and transformer layers without a sparse kernel as they were: torch's fused paths are faster.
 
     Convolutions as well, where patches are no gain.
@@ -192,11 +194,6 @@ def _give_back(holder: nn.ModuleDict, given: dict[str, Any], shapes: Mapping[int
         elif isinstance(module, Attention):
             was.chosen = f"projections: {module.in_proj.why}"
             replace_module(holder, name, was)
-
-
-def _owned(holder: nn.ModuleDict, name: str) -> bool:
-    """False inside attention that stays as it is: it reads its output projection's weight itself."""
-    return not isinstance(holder.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention)
 
 
 def _has_kernel(weight: Tensor, dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""Put batch norms, activations and residual sums into the layer before them.
+"""Puts batch norms, activations and residual sums into the layer before them.
 
 Every module that calls layers is looked at by itself, with the modules it calls as black boxes (a trace by torch.fx). What
 feeds only the next step is merged: convolution → batch norm → (+ residual) → activation, linear → activation. Where the
@@ -13,7 +13,7 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,7 @@ class _Shallow(fx.Tracer):
         return True
 
 
-def plain_linear(module: nn.Module) -> bool:
+def plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether the module is `nn.Linear` in all but name."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and not _watched(module)
 
@@ -140,12 +140,12 @@ class _Rewrite:
             elif plain_linear(module):
                 self.merge_linear(node, module)
 
-    def merge_linear(self, node: fx.Node, module: nn.Module) -> None:
+    def merge_linear(self, node: fx.Node, module: nn.Linear) -> None:
         after = self.next(node)
         kind = self.take_activation(after)
         if after is None or kind is None:
             return
-        self.put(node, DenseLinear(module.weight, module.bias, kind))  # type: ignore[arg-type]
+        self.put(node, DenseLinear(module.weight, module.bias, kind))
         self.drop(after, node)
 
     def merge_conv(self, node: fx.Node, module: nn.Module, conv: Conv) -> None:

@@ -243,7 +243,10 @@ def test_something_is_said_while_it_takes_time(
         (["export", "RUN", "--recipe", "digits"], "--recipe: "),
         (["export", "plain.safetensors"], "a file needs --recipe RECIPE"),
         (["export", "plain.safetensors", "--recipe", "digits", "--set", "model=wrn-16-1"], "do not fit model wrn-16-1"),
-        (["export", "nameless.safetensors"], "does not say which model its weights belong to; --recipe RECIPE does"),
+        (
+            ["export", "nameless.safetensors"],
+            "does not say which model its weights belong to; --recipe RECIPE names the model",
+        ),
         (["export", "broken.safetensors"], "cannot be read as safetensors"),
         (["export", "damaged.safetensors"], "damaged.safetensors: is damaged"),
         (["inspect", "nowhere"], "nowhere: there is no such file"),

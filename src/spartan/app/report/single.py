@@ -27,7 +27,7 @@ def run_page(run: RunFolder) -> tuple[str, list[Chart]]:
         del sections[2]
     parts = [_header(run), _notices(run), _cards(run), f'<p class="note lead">{escape(LAST_EPOCH)}</p>']
     for title, extra, charts in sections:
-        extra = extra or _nothing(run, title, charts)
+        extra = extra or _why_empty(run, title, charts)
         parts.append(f"<section><h2>{title}</h2>{chart_grid(charts)}{extra}</section>")
     parts.append(_reproduce(run))
     return "\n".join(parts), [chart for _, _, charts in sections for chart in charts]
@@ -102,18 +102,17 @@ def _cards(run: RunFolder) -> str:
     return f'<div class="figures">{"".join(cards)}</div>'
 
 
-def _nothing(run: RunFolder, title: str, charts: list[Chart]) -> str:
+def _why_empty(run: RunFolder, title: str, charts: list[Chart]) -> str:
     """Why a section is empty."""
     if charts:
         return ""
+    reasons = {
+        "Layers": "The layer table is written when the run finishes.",
+        "Exploration": "Needs the masks of two epochs or more (masks.npz).",
+    }
+    text = reasons.get(title, "Nothing was logged yet.")
     if title == "Sparsity" and run.dense:
         text = "A dense run: every weight is kept."
-    elif title == "Layers":
-        text = "The layer table is written when the run finishes."
-    elif title == "Exploration":
-        text = "Needs the masks of two epochs or more (masks.npz)."
-    else:
-        text = "Nothing was logged yet."
     return f'<p class="note">{text}</p>'
 
 

@@ -1,4 +1,4 @@
-"""Where images come from: the interface of every source, and the choice among them."""
+"""Chooses where images come from, and says what every source gives."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from spartan.app.train.config import Config, RecipeError
 from spartan.app.train.processes import Processes, micro_batch
 from spartan.wording import nearest
+from spartan.zoo import Shape
 
 Batch = tuple[Tensor, Tensor]
 
@@ -26,24 +27,19 @@ class Data(ABC):
     """
 
     def __init__(
-        self,
-        config: Config,
-        device: torch.device,
-        us: Processes,
-        classes: int,
-        shape: tuple[int, int, int],
-        train: int,
-        test: int,
+        self, config: Config, device: torch.device, us: Processes, classes: int, shape: Shape, sizes: tuple[int, int]
     ) -> None:
         self.config, self.device, self.us = config, device, us
-        self.classes, self.shape, self.train_size, self.test_size = classes, shape, train, test
+        self.classes, self.shape, (self.train_size, self.test_size) = classes, shape, sizes
         # images per forward pass of one process, in training and in testing
         self.micro = self.test_micro = micro_batch(config, us.world)
-        for part, size in (("training", train), ("test", test)):
+        for part, size in zip(("training", "test"), sizes, strict=True):
             if not size:
                 raise RecipeError(f"data.source: {config.data.source} has no {part} images")
-        if config.batch_size > train:
-            raise RecipeError(f"batch_size: {config.batch_size} is larger than the training set of {train:,} images")
+        if config.batch_size > self.train_size:
+            raise RecipeError(
+                f"batch_size: {config.batch_size} is larger than the training set of {self.train_size:,} images"
+            )
 
     @property
     def micro_batches(self) -> int:

@@ -41,9 +41,6 @@ class Images(Dataset[Sample | RecipeError]):
         self.table, self.seed, self.train = table, config.seed, train
         self.size, self.randaugment = config.data.image_size, config.data.randaugment
 
-    def __len__(self) -> int:
-        return len(self.table)
-
     def __getitem__(self, key: Key) -> Sample | RecipeError:
         from PIL import Image, UnidentifiedImageError
 
@@ -90,9 +87,6 @@ class Batches:
     def __init__(self, size: int) -> None:
         self.size, self.epoch, self.order = size, 0, np.arange(0)
 
-    def __len__(self) -> int:
-        return -(-len(self.order) // self.size)
-
     def __iter__(self) -> Iterator[list[Key]]:
         epoch, order, size = self.epoch, self.order, self.size
         return ([(epoch, int(i)) for i in order[start : start + size]] for start in range(0, len(order), size))
@@ -113,7 +107,7 @@ class LargeImages(Data):
         self._check_counts(config, train, test)
         side, self._table = config.data.image_size, train
         classes = config.data.classes or train.classes
-        super().__init__(config, device, us, classes, (3, side, side), len(train), len(test))
+        super().__init__(config, device, us, classes, (3, side, side), (len(train), len(test)))
         self.scale = (1 / torch.tensor(STD)).to(device)[:, None, None]
         self.shift = (-torch.tensor(MEAN) / torch.tensor(STD)).to(device)[:, None, None]
         self._train_batches, self._train_loader = self._loader(Images(train, config, train=True))

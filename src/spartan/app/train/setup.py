@@ -1,4 +1,4 @@
-"""From a recipe to the parts of a run: sparsifier, optimizer, learning rate."""
+"""Builds the parts of a run from its recipe: model, method, sparsifier, optimizer, learning rate."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from spartan.methods import Method, as_method
 from spartan.patterns import Pattern
 from spartan.schedules import Schedule
 from spartan.targets import Target
+from spartan.zoo import Shape
 
 SHAPES = ("linear", "cosine", "cubic")
 
@@ -41,7 +42,7 @@ def _argument(key: str, value: Any) -> Any:
     return Schedule(float(ends[0]), float(ends[1]), shape)
 
 
-def build_model(config: Config, classes: int, shape: tuple[int, int, int]) -> nn.Module:
+def build_model(config: Config, classes: int, shape: Shape) -> nn.Module:
     """The model of a recipe, untrained."""
     with blaming_the_recipe():
         source = f"data.source {config.data.source}"
@@ -73,7 +74,7 @@ class CountedFlops(Flops):
         return [self.counted[target.name] for target in targets]
 
 
-def build_cost(config: Config, model: nn.Module, shape: tuple[int, int, int]) -> Flops | None:
+def build_cost(config: Config, model: nn.Module, shape: Shape) -> Flops | None:
     """What the budget counts: None is parameters. The model must still be whole."""
     if config.cost != "flops":
         return None
@@ -85,21 +86,11 @@ def build_cost(config: Config, model: nn.Module, shape: tuple[int, int, int]) ->
 
 def build_sparsifier(config: Config, model: nn.Module, cost: Flops | None, total_steps: int) -> Sparsifier:
     """The sparsifier of a recipe."""
+    same = ("budget", "include", "exclude", "warmup", "finetune", "count")  # in a recipe as in Python
+    options = {key: getattr(config, key) for key in same}
     with blaming_the_recipe():
-        return Sparsifier(
-            model,
-            config.sparsity,
-            total_steps,
-            build_method(config),
-            pattern=build_pattern(config),
-            cost=cost,
-            budget=config.budget,
-            include=config.include,
-            exclude=config.exclude,
-            warmup=config.warmup,
-            finetune=config.finetune,
-            count=config.count,
-        )
+        method, pattern = build_method(config), build_pattern(config)
+        return Sparsifier(model, config.sparsity, total_steps, method, pattern=pattern, cost=cost, **options)
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:

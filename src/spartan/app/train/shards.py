@@ -74,17 +74,16 @@ class ShardedCheckpoints:
         try:
             if writing is not None:
                 writing.result()
-            mine = {p.name: digest(p) for p in aside.iterdir() if self._wrote(p.name)}
+            # torch names parts by rank, and all else is the first one's
+            own = f"__{self._us.rank}_"
+            files = (p for p in aside.iterdir() if p.name.startswith(own) or (self._us.first and p.name[:2] != "__"))
+            mine = {p.name: digest(p) for p in files}
         except (OSError, RuntimeError, CheckpointException) as error:
             trouble = trouble or _why_not_written(path, error)
         everyone = self._us.gather((trouble, mine))
         trouble = self._us.decide(lambda: _put_in_place(aside, path, everyone))
         if trouble:
             raise CheckpointError(trouble)
-
-    def _wrote(self, name: str) -> bool:
-        """Whether this process wrote a file: torch names parts by rank, and all else is the first one's."""
-        return name.startswith(f"__{self._us.rank}_") if name.startswith("__") else self._us.first
 
 
 def _why_not_written(path: Path, error: BaseException) -> str:

@@ -15,7 +15,6 @@ class Interrupted(SystemExit):
 
     def __init__(self, out: Path, number: int) -> None:
         super().__init__(128 + number)
-        self.out = out
         self.message = f"stopped by {signal.Signals(number).name}; continue with: spartan train --resume {out}"
 
 

@@ -1,4 +1,4 @@
-"""Small images live on the device, and are cropped, flipped and cut out there, a batch at a time."""
+"""Keeps small images on the device, and crops, flips and cuts them out there, a batch at a time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SmallImages(Data):
         classes = config.data.classes or labels
         if classes < labels:
             raise RecipeError(f"data.classes: {classes} is too few; the labels go up to {labels - 1}")
-        super().__init__(config, device, us, classes, (channels, height, width), len(x_train), len(x_test))
+        super().__init__(config, device, us, classes, (channels, height, width), (len(x_train), len(x_test)))
         self.test_micro = max(self.micro, 1024)  # no gradients are kept, so more fits at once
         for key, size in (("pad", config.data.pad), ("cutout", config.data.cutout)):
             if size >= min(height, width):

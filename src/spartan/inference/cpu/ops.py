@@ -42,10 +42,9 @@ class Conv:
 
     def out_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of the output."""
-        sizes = []
-        for n, k, s, p, d in zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True):
-            sizes.append((n + 2 * p - d * (k - 1) - 1) // s + 1)
-        return sizes[0], sizes[1]
+        sides = zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        down, across = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sides)
+        return down, across
 
     @property
     def pointwise(self) -> bool:

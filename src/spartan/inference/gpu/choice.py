@@ -258,7 +258,7 @@ def graph_of(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return replay
 
 
-def pays(fast: Callable[[], object], plain: Callable[[], object]) -> bool:
+def is_faster(fast: Callable[[], object], plain: Callable[[], object]) -> bool:
     """Whether a model is done sooner than another one, called as it is, launches included."""
     times: dict[Callable[[], object], float] = {fast: math.inf, plain: math.inf}
     with torch.inference_mode():
