@@ -58,7 +58,7 @@ class Trained:
         return torch.randn(batch, *self.shape, generator=torch.Generator().manual_seed(0))
 
 
-def find(target: Path, recipe: str | None = None, sets: Sequence[str] = ()) -> Trained:
+def find_trained(target: Path, recipe: str | None = None, sets: Sequence[str] = ()) -> Trained:
     """The model of a finished run, or of a file; ValueError with the remedy where it cannot be built.
 
     A packed file says by itself which model it holds; a plain one needs the recipe.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from spartan.wording import one_line
-from spartan.zoo import WRN, build_model
+from spartan.zoo import WRN, Shape, build_model
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -44,9 +44,7 @@ def reference_of(
             raise ValueError(
                 f"architecture={architecture!r}; a name, or a dict with model and any of classes, shape and args, is needed"
             )
-        if ":" not in given["model"] and not _unsafe(
-            given
-        ):  # else it is a note to the reader, and load asks for a model
+        if not _why_unsafe(given):  # else it is a note to the reader, and load asks for a model
             try:
                 build(given, shapes, real=False)
             except Unbuildable as error:
@@ -79,7 +77,7 @@ def build(reference: Mapping[str, Any], shapes: Shapes, real: bool = True) -> nn
         Traceback (most recent call last):
         spartan.files.architecture.Unbuildable: digits-cnn has 19 tensors that the file lacks, such as 1.weight
     """
-    name, classes, shape, arguments = _checked(reference, len(shapes))
+    name, classes, shape, arguments = _parse_reference(reference, len(shapes))
     try:
         with torch.random.fork_rng(devices=[]):
             with torch.device("meta"):
@@ -97,7 +95,7 @@ def build(reference: Mapping[str, Any], shapes: Shapes, real: bool = True) -> nn
     return model
 
 
-def _unsafe(reference: Mapping[str, Any]) -> str | None:
+def _why_unsafe(reference: Mapping[str, Any]) -> str | None:
     """Why a model is not built on a file's word; None if it may be."""
     if ":" in str(reference.get("model")):
         return "names a function, which is not called on a file's word"
@@ -106,9 +104,9 @@ def _unsafe(reference: Mapping[str, Any]) -> str | None:
     return f"sets {', '.join(unknown)[:80]}, which a file may not" if unknown else None
 
 
-def _checked(reference: Mapping[str, Any], tensors: int) -> tuple[str, int, tuple[int, int, int], dict[str, Any]]:
+def _parse_reference(reference: Mapping[str, Any], tensors: int) -> tuple[str, int, Shape, dict[str, Any]]:
     """The parts of a reference, each of its type and within what a model of so many tensors can need."""
-    reason = _unsafe(reference)
+    reason = _why_unsafe(reference)
     if reason:
         raise Unbuildable(f"the reference {reason}")
     name, arguments = reference.get("model"), reference.get("args", {})

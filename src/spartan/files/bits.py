@@ -36,11 +36,8 @@ def unpack(data: Tensor) -> Tensor:
 
 def pack_numbers(numbers: Tensor, width: int) -> Tensor:
     """Numbers below 2^width as `width` rows of bits: row j holds bit j of all of them."""
-    return (
-        torch.cat([pack((numbers >> j & 1).bool()) for j in range(width)])
-        if width
-        else torch.empty(0, dtype=torch.uint8)
-    )
+    rows = [pack((numbers >> j & 1).bool()) for j in range(width)]
+    return torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
 
 
 def unpack_numbers(data: Tensor, count: int, width: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The container: a safetensors file whose header says how its tensors are packed, with a checksum over all of it.
+"""Reads and writes the container: a safetensors file whose header says how its tensors are packed, and its checksum.
 
 A safetensors file is the header's length (8 bytes, little-endian), the header (JSON: for every tensor its dtype, shape and
 place; under `__metadata__` strings), and the data. Ours has these strings besides `format`:
@@ -130,17 +130,17 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         raise ValueError(f"{path}: the header would take {len(text):,} bytes; safetensors allows {_LARGEST_HEADER:,}")
     digest = hashlib.sha256(text)
     for name in order:
-        digest.update(_memory(tensors[name]))
+        digest.update(_bytes_of(tensors[name]))
     text = text.replace((_SHA256 + _BLANK).encode(), (_SHA256 + digest.hexdigest()).encode(), 1)
     try:
-        replace_file(path, len(text).to_bytes(8, "little"), text, *(_memory(tensors[name]) for name in order))
+        replace_file(path, len(text).to_bytes(8, "little"), text, *(_bytes_of(tensors[name]) for name in order))
     except OSError as error:
         kept = "; the file that was there is unchanged" if path.is_file() else ""
         raise RuntimeError(f"{path} could not be written: {error.strerror or error}{kept}") from error
     return 8 + len(text) + end
 
 
-def _memory(tensor: Tensor) -> Any:
+def _bytes_of(tensor: Tensor) -> Any:
     """The tensor's bytes, in place; they live as long as it does."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
 

@@ -92,7 +92,7 @@ def accelerate(
     shapes = {} if example_inputs is None else _shapes(holder, example_inputs)
     for name, layer in list(holder.named_modules()):
         if isinstance(layer, DenseLinear | DenseConv2d):
-            _decide(holder, name, layer, shapes.get(id(layer)), kernels)
+            _choose_kernel(holder, name, layer, shapes.get(id(layer)), kernels)
     _restore_unused(holder, given, shapes)
     fast = holder["model"]  # type: ignore[assignment]
     if before is not None:
@@ -138,9 +138,9 @@ def _make_replaceable(holder: nn.ModuleDict) -> dict[str, Any]:
         if isinstance(module, nn.TransformerEncoderLayer):
             given[name] = module.activation_relu_or_gelu
             module.activation_relu_or_gelu = 0  # its fused path reads weights that are no longer there
-        if type(module) is nn.MultiheadAttention and not convertible(module) and _zeros(module.in_proj_weight):
+        if type(module) is nn.MultiheadAttention and not convertible(module) and _worth_a_kernel(module.in_proj_weight):
             given[name], layer = module, Attention(module)
-        elif plain_linear(module) and _zeros(module.weight):
+        elif plain_linear(module) and _worth_a_kernel(module.weight):
             # Attention that stays as it is reads its output projection's weight itself.
             if isinstance(holder.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
                 continue
@@ -149,7 +149,7 @@ def _make_replaceable(holder: nn.ModuleDict) -> dict[str, Any]:
             dense = DenseConv2d(module.weight, module.bias, conv)
             if gpu_model and _as_patches(dense):
                 given[name], layer = module, patches.PatchConv(dense)
-            elif _zeros(module.weight):
+            elif _worth_a_kernel(module.weight):
                 layer = dense
         elif gpu_model and isinstance(module, DenseConv2d) and _as_patches(module):
             given[name], layer = module, patches.PatchConv(module)
@@ -200,17 +200,17 @@ def _has_kernel(weight: Tensor, dtype: torch.dtype) -> bool:
     return dtype in (_GPU_DTYPES if _on_gpu(weight) else _CPU_DTYPES)
 
 
-def _zeros(weight: Tensor) -> bool:
+def _worth_a_kernel(weight: Tensor) -> bool:
     # Fewer than this cannot pay.
     return _has_kernel(weight, weight.dtype) and float((weight == 0).float().mean()) >= 0.3
 
 
-def _decide(
+def _choose_kernel(
     holder: nn.ModuleDict, name: str, layer: DenseLinear | DenseConv2d, seen: Seen | None, kernels: str
 ) -> None:
     """Put the layer on the kernel that suits it, or leave it as it is, and note why."""
     weight = layer.weight
-    if not _zeros(weight):
+    if not _worth_a_kernel(weight):
         layer.why = f"{float((weight == 0).float().mean()):.1%} zeros: too few"
         return
     parent, _, last = name.rpartition(".")

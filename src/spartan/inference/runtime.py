@@ -49,7 +49,7 @@ class InferenceLayer(nn.Module):
             )
         return super().train(False)
 
-    def _ready(self, x: Tensor, size: int, dim: int) -> Tensor:
+    def _checked_input(self, x: Tensor, size: int, dim: int) -> Tensor:
         """The input, contiguous, or an error that says what is wrong with it."""
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
@@ -85,7 +85,7 @@ class DenseLinear(DenseLayer):
 
     def part(self, x: Tensor, first: int, last: int) -> Tensor:
         """Outputs `first` to `last` alone."""
-        x = self._ready(x, self.weight.shape[1], -1)
+        x = self._checked_input(x, self.weight.shape[1], -1)
         return ops.linear_torch(x, self.weight[first:last], self.bias[first:last], self.activation)
 
 
@@ -98,7 +98,7 @@ class DenseConv2d(DenseLayer):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The layer's output for x [images, channels, height, width]."""
-        x = self._ready(x, self.conv.channels, -3)
+        x = self._checked_input(x, self.conv.channels, -3)
         return ops.conv_torch(x, self.conv, self.weight, self.bias, self.activation, residual)
 
 
@@ -143,8 +143,8 @@ class SparseLayer(InferenceLayer):
             self._dense = unpack(self.packed())
         return self._dense
 
-    def _ready(self, x: Tensor, size: int, dim: int) -> Tensor:
-        x = super()._ready(x, size, dim)
+    def _checked_input(self, x: Tensor, size: int, dim: int) -> Tensor:
+        x = super()._checked_input(x, size, dim)
         if x.device.type != "cpu" or self.values.device.type != "cpu":
             raise RuntimeError(f"{type(self).__name__} runs on the CPU; the input is on {x.device}")
         if x.dtype not in DTYPES:
@@ -178,7 +178,7 @@ class SparseLinear(SparseLayer):
     @outside_graphs
     def part(self, x: Tensor, first: int, last: int) -> Tensor:
         """Outputs `first` to `last` alone; both must be multiples of the kernel's rows a group, or the end."""
-        x = self._ready(x, self.inputs, -1)
+        x = self._checked_input(x, self.inputs, -1)
         packed, bias = self.packed(), self.bias
         if library() is None:
             return ops.linear_torch(x, self._fallback()[first:last], bias[first:last], self.activation)
@@ -236,7 +236,7 @@ class SparseConv2d(SparseLayer):
     @outside_graphs
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The layer's output for x [images, channels, height, width] or one image without the first dimension."""
-        x = self._ready(x, self.conv.channels, -3)
+        x = self._checked_input(x, self.conv.channels, -3)
         if x.dim() == 3:
             return self(x[None], None if residual is None else residual[None])[0]
         if library() is None:

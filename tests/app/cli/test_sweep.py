@@ -159,7 +159,7 @@ def test_the_bar_counts_what_is_left(tmp_path: Path) -> None:
         (task,) = display._bar.tasks
         assert task.total == 4
         display.outcome(Outcome(jobs[0], "skipped"))
-        display.underway(1)
+        display.show_epochs(1)
         assert (task.completed, task.description) == (1, "1/3 runs")
         display.outcome(Outcome(jobs[1], "failed"))
         assert (task.completed, task.description) == (2, "2/3 runs")

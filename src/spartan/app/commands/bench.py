@@ -1,4 +1,4 @@
-"""`spartan bench`: size, speed and accuracy of a sparse model beside the dense one."""
+"""`spartan bench` measures size, speed and accuracy of a sparse model beside the dense one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from spartan.app import bench as measuring
 from spartan.app.commands.options import RecipeOfFile, SetsOfFile, Target
 from spartan.app.terminal import print_table, status_line
-from spartan.app.trained import find
+from spartan.app.trained import find_trained
 from spartan.inference.cpu.library import status
 
 
@@ -50,7 +50,7 @@ def bench(
     try:
         torch.set_num_threads(threads or before)
         with status_line(f"reading {target}") as tell:
-            trained = find(target, recipe, sets or ())
+            trained = find_trained(target, recipe, sets or ())
             tell("loading kernels (the first time ever: compiling them)")
             count = torch.get_num_threads()
             about = f"{count} thread{'s' * (count > 1)}, torch {torch.__version__}, {status()}"
@@ -58,12 +58,12 @@ def bench(
     finally:
         torch.set_num_threads(before)
     typer.echo(f"{trained.name}: {trained.reference['model']}, {trained.sparsity:.2%} zeros, {about}\n")
-    _show(result)
+    _print_result(result)
     if result.answers is None and images:
         typer.echo("\ntop-1 is not measured: --recipe RECIPE says on which images")
 
 
-def _show(result: measuring.Result) -> None:
+def _print_result(result: measuring.Result) -> None:
     batches, answers = list(result.seconds), result.answers
     rows = []
     for name in result.seconds[batches[0]]:

@@ -1,4 +1,4 @@
-"""`spartan compare`: a table, a CSV file and a plot of runs side by side."""
+"""`spartan compare` puts runs side by side: a table, a CSV file, a plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`spartan evaluate`: scores of a trained model."""
+"""`spartan evaluate` measures a trained model on its test images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`spartan export`: a trained model in one small file, and in ONNX."""
+"""`spartan export` writes a trained model to one small file, and to ONNX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from spartan.app.bench import ONNX, check_installed, onnx_runtime, write_onnx
 from spartan.app.commands.options import RecipeOfFile, SetsOfFile, Target
 from spartan.app.terminal import status_line
-from spartan.app.trained import Trained, find
+from spartan.app.trained import Trained, find_trained
 from spartan.files import read, save
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -52,7 +52,7 @@ def export(
     if onnx is not None:
         check_installed("--onnx", ONNX)
     with status_line(f"reading {target}"):
-        trained = find(target, recipe, sets or ())
+        trained = find_trained(target, recipe, sets or ())
     kind = getattr(torch, DTYPES[dtype]) if dtype else None
     suffix = ("" if target.is_dir() else "-packed") + (f"-{dtype}" if dtype else "")
     out = out or Path(f"{trained.name}{suffix}.safetensors")

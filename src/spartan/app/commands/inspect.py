@@ -1,4 +1,4 @@
-"""`spartan inspect`: what is in a packed file, and which kernels run it."""
+"""`spartan inspect` describes a packed file, and says which kernels run it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 import spartan
 from spartan.app.commands.options import RecipeOfFile, Target
 from spartan.app.terminal import print_table, status_line
-from spartan.app.trained import find
+from spartan.app.trained import find_trained
 from spartan.files.inspect import inspect as describe
 from spartan.inference.cpu.library import status
 
@@ -40,7 +40,7 @@ def inspect(
     typer.echo(text)
     if not kernels:
         return
-    trained = find(target, recipe)
+    trained = find_trained(target, recipe)
     with status_line("timing kernels (the first time ever: compiling them)"):
         fast = spartan.accelerate(trained.model, example_inputs=trained.noise(1))
     typer.echo(f"\nkernels       {status()}")

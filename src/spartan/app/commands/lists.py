@@ -1,4 +1,4 @@
-"""`spartan recipes` and `spartan methods`: what a run can be made of."""
+"""`spartan recipes` and `spartan methods` list what a run can be made of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`spartan report`: a page about a run or several."""
+"""`spartan report` writes a page about a run or several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`spartan sweep`: a grid of runs."""
+"""`spartan sweep` runs a grid of settings."""
 
 from __future__ import annotations
 

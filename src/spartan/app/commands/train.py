@@ -1,4 +1,4 @@
-"""`spartan train`: trains by a recipe, or continues a run."""
+"""`spartan train` trains by a recipe, or continues a run."""
 
 from __future__ import annotations
 

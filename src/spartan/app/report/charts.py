@@ -16,12 +16,12 @@ _STEPS = {"label": "step", "whole": True, "start": 0}
 
 def training_charts(run: RunFolder) -> list[Chart]:
     """Accuracy, loss and learning rate."""
-    return _present([_accuracy(run), _loss(run), _learning_rate(run)])
+    return _without_empty([_accuracy(run), _loss(run), _learning_rate(run)])
 
 
 def sparsity_charts(run: RunFolder) -> list[Chart]:
     """Density, β, and how the soft mask is distributed."""
-    return _present([_density(run), _beta(run), _histogram(run)])
+    return _without_empty([_density(run), _beta(run), _histogram(run)])
 
 
 def exploration_charts(run: RunFolder) -> list[Chart]:
@@ -42,7 +42,7 @@ def exploration_charts(run: RunFolder) -> list[Chart]:
     phases = run.phases() if per_epoch else []
     bands = [{**phase, "from": phase["from"] / per_epoch, "to": phase["to"] / per_epoch} for phase in phases]
     y = {"label": "correlation", "limits": [None, 1.0]}
-    return _present([_chart("correlation", "Mask correlation", _EPOCHS, y, series, note=note, bands=bands)])
+    return _without_empty([_chart("correlation", "Mask correlation", _EPOCHS, y, series, note=note, bands=bands)])
 
 
 def layer_charts(run: RunFolder) -> list[Chart]:
@@ -90,7 +90,7 @@ def line(
     return {"name": name, "x": xs, "y": ys, **style}
 
 
-def _present(charts: Sequence[Chart]) -> list[Chart]:
+def _without_empty(charts: Sequence[Chart]) -> list[Chart]:
     """Without the series, and then the charts, that have no value at all."""
     for chart in charts:
         chart["series"] = [s for s in chart["series"] if any(v is not None for v in s["y"])]
@@ -101,7 +101,7 @@ def _column(records: Sequence[dict[str, Any]], key: str) -> list[float | None]:
     return [number(r.get(key)) for r in records]
 
 
-def _whole(records: Sequence[dict[str, Any]], key: str) -> list[float]:
+def _integers(records: Sequence[dict[str, Any]], key: str) -> list[float]:
     return [int(r[key]) for r in records]
 
 
@@ -112,7 +112,7 @@ def _per_epoch(run: RunFolder) -> float | None:
 
 
 def _accuracy(run: RunFolder) -> Chart:
-    at = _whole(run.epochs, "epoch")
+    at = _integers(run.epochs, "epoch")
     series = [
         line("top-1", at, _column(run.epochs, "top1"), percent=True, dots=True),
         line("top-5", at, _column(run.epochs, "top5"), percent=True, dots=True, dash="5 3"),
@@ -122,9 +122,9 @@ def _accuracy(run: RunFolder) -> Chart:
 
 
 def _loss(run: RunFolder) -> Chart:
-    at, per_epoch = _whole(run.epochs, "epoch"), _per_epoch(run)
+    at, per_epoch = _integers(run.epochs, "epoch"), _per_epoch(run)
     # Before the first epoch ends nobody knows how long one is: then the axis counts steps.
-    steps = [s / (per_epoch or 1) for s in _whole(run.steps, "step")]
+    steps = [s / (per_epoch or 1) for s in _integers(run.steps, "step")]
     series = [
         line("training, every step", steps, _column(run.steps, "loss"), faint=True, color=0),
         line("test", at, _column(run.epochs, "test_loss"), dots=True, color=1),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spartan.app.report.words import NONE, count, percent, size
-from spartan.app.runs import RunFolder, data_name, identity, number, settings
+from spartan.app.runs import RunFolder, data_name, identity, settings
 from spartan.app.terminal import print_table
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -120,29 +120,28 @@ def print_comparison(runs: Sequence[RunFolder]) -> None:
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Header and cells for people."""
-    extra = any(row.extra for row in rows)
-    header = ["data", "model", "method", "sparsity", *(["setting"] if extra else [])]
-    header += ["n", "top-1 %", "by seed", "achieved", "FLOPs", "nonzero", "size", "seconds"]
-    return header, [_cells(row, extra) for row in rows]
+    cells = [_cells(row) for row in rows]
+    header = [key for key in cells[0] if key != "setting" or any(row.extra for row in rows)]
+    return header, [[line[key] for key in header] for line in cells]
 
 
-def _cells(row: Row, extra: bool) -> list[str]:
-    by_seed = " ".join(f"{run.seed}:{100 * v:.2f}" for run, v in zip(row.runs, row.values("top1"), strict=True))
-    return [
-        row.data,
-        row.model,
-        row.method,
-        f"{row.sparsity:g}",
-        *([row.setting or NONE] if extra else []),
-        str(len(row.runs)),
-        f"{100 * row.mean('top1'):.2f}" + (f" ± {100 * row.std('top1'):.2f}" if len(row.runs) > 1 else ""),
-        by_seed,
-        percent(row.mean("achieved_sparsity")),
-        percent(row.flops),
-        count(row.mean("nonzero")),
-        size(row.mean("model_bytes")) + (f" of {size(dense)}" if (dense := number(row.mean("dense_bytes"))) else ""),
-        f"{row.mean('seconds'):.1f}",
-    ]
+def _cells(row: Row) -> dict[str, str]:
+    by_seed = zip(row.runs, row.values("top1"), strict=True)
+    return {
+        "data": row.data,
+        "model": row.model,
+        "method": row.method,
+        "sparsity": f"{row.sparsity:g}",
+        "setting": row.setting or NONE,
+        "n": str(len(row.runs)),
+        "top-1 %": f"{100 * row.mean('top1'):.2f}" + (f" ± {100 * row.std('top1'):.2f}" if len(row.runs) > 1 else ""),
+        "by seed": " ".join(f"{run.seed}:{100 * value:.2f}" for run, value in by_seed),
+        "achieved": percent(row.mean("achieved_sparsity")),
+        "FLOPs": percent(row.flops),
+        "nonzero": count(row.mean("nonzero")),
+        "size": f"{size(row.mean('model_bytes'))} of {size(row.mean('dense_bytes'))}",
+        "seconds": f"{row.mean('seconds'):.1f}",
+    }
 
 
 def to_markdown(rows: Sequence[Row]) -> str:

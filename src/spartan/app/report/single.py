@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 from spartan.app.report.charts import Chart, exploration_charts, layer_charts, sparsity_charts, training_charts
-from spartan.app.report.words import Cell, card, count, duration, escape, percent, ratio, short, size, table
+from spartan.app.report.words import Cell, card, count, duration, escape, figure, percent, ratio, short, size, table
 from spartan.app.runs import RunFolder, number
 
 LAST_EPOCH = (
@@ -84,9 +84,9 @@ def _cards(run: RunFolder) -> str:
     seconds = s.get("seconds", sum(number(e.get("seconds")) or 0 for e in run.epochs) or None)
     flops = ratio(s.get("flops_sparse"), s.get("flops_dense"))
     smaller = ratio(s.get("dense_bytes"), s.get("model_bytes"))
-    below = (
-        "" if smaller is None or smaller < 1.05 else f"packed; dense {size(s['dense_bytes'])}, {smaller:.1f}× as large"
-    )
+    below = ""
+    if smaller is not None and smaller >= 1.05:
+        below = f"packed; dense {size(s['dense_bytes'])}, {smaller:.1f}× as large"
     speed = s.get("images_per_s", last.get("images_per_s"))
     nonzero = f"{count(s['nonzero'])} of {count(s.get('parameters'))}" if "nonzero" in s else "when it finishes"
     work = "of dense" if flops is None else f"of dense; {short(s['flops_sparse'])} of {short(s['flops_dense'])}"
@@ -121,26 +121,25 @@ def _layer_table(run: RunFolder) -> str:
     if not layers:
         return ""
     with_flops = any(number(layer.get("flops")) is not None for layer in layers)
-    columns = ["#", "layer", "shape", "parameters", "kept", "density"]
-    columns += ["FLOPs, dense", "FLOPs, sparse"] if with_flops else []
-    rows: list[list[Cell]] = []
+    rows: list[dict[str, Cell]] = []
     for i, layer in enumerate(layers, 1):
-        shape, density = layer.get("shape") or [], number(layer.get("density"))
+        name, density = str(layer.get("name", "?")), number(layer.get("density"))
         width = 0 if density is None else min(max(100 * density, 0), 100)
         bar = f'<span class="meter"><i style="width:{width:.2f}%"></i></span><b>{percent(density)}</b>'
-        row: list[Cell] = [
-            (str(i), i),
-            (str(layer.get("name", "?")), layer.get("name"), f"<code>{escape(layer.get('name', '?'))}</code>"),
-            ("×".join(str(d) for d in shape), layer.get("parameters")),
-            (count(layer.get("parameters")), layer.get("parameters")),
-            (count(layer.get("kept")), layer.get("kept")),
-            (percent(density), density, bar),
-        ]
+        row: dict[str, Cell] = {
+            "#": (str(i), i),
+            "layer": (name, name, f"<code>{escape(name)}</code>"),
+            "shape": ("×".join(map(str, layer.get("shape") or [])), layer.get("parameters")),
+            "parameters": figure(layer.get("parameters"), count),
+            "kept": figure(layer.get("kept"), count),
+            "density": (percent(density), density, bar),
+        }
         if with_flops:
-            row += [(short(layer.get(key)), number(layer.get(key))) for key in ("flops", "sparse_flops")]
+            row["FLOPs, dense"] = figure(layer.get("flops"), short)
+            row["FLOPs, sparse"] = figure(layer.get("sparse_flops"), short)
         rows.append(row)
     note = '<p class="note">FLOPs are per image. A click on a heading sorts.</p>' if with_flops else ""
-    return f'<div class="card">{table(columns, rows, "Layers", text=3)}{note}</div>'
+    return f'<div class="card">{table(rows, "Layers", text=3)}{note}</div>'
 
 
 def _reproduce(run: RunFolder) -> str:

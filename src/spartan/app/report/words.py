@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spartan.app.runs import number
 
 NONE = "–"
 _RIGHT = ' class="num"'
-# What is shown and what it sorts by; or HTML of its own with its sort key.
-Cell = tuple[str, Any] | tuple[str, Any, str]
+# Text that sorts by itself; what is shown and what it sorts by; or these and HTML of its own.
+Cell = str | tuple[str, Any] | tuple[str, Any, str]
 
 
 def escape(value: Any) -> str:
@@ -80,13 +80,18 @@ def card(label: str, value: str, note: str = "", main: bool = False) -> str:
     return f'<div class="{kind}"><p class="label">{escape(label)}</p><p class="value">{escape(value)}</p>{small}</div>'
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str, text: int = 1) -> str:
-    """A sortable table whose first `text` columns are words and the others numbers."""
+def figure(value: Any, show: Callable[..., str], *options: Any) -> Cell:
+    """A number as `show` writes it, sorted by its value."""
+    return show(value, *options), number(value)
+
+
+def table(rows: Sequence[Mapping[str, Cell]], caption: str, text: int = 1) -> str:
+    """A sortable table of rows, each its cells by column; the first `text` columns are words and the others numbers."""
     head = "".join(
         f'<th scope="col" aria-sort="none"{"" if i < text else _RIGHT}><button type="button">{escape(c)}</button></th>'
-        for i, c in enumerate(columns)
+        for i, c in enumerate(rows[0])
     )
-    body = "".join("<tr>" + "".join(_cell(c, i >= text) for i, c in enumerate(row)) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(_cell(c, i >= text) for i, c in enumerate(row.values())) + "</tr>" for row in rows)
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="sortable">'
         f'<caption class="hidden">{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody>'
@@ -95,6 +100,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str, 
 
 
 def _cell(cell: Cell, right: bool) -> str:
+    cell = (cell, cell) if isinstance(cell, str) else cell
     key = "" if cell[1] is None else escape(cell[1])
     inner = cell[2] if len(cell) == 3 else escape(cell[0])
     return f'<td data-key="{key}"{_RIGHT if right else ""}>{inner}</td>'

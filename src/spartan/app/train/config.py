@@ -209,7 +209,7 @@ def load_recipe(recipe: str | Path, sets: Sequence[str] = ()) -> Config:
     if not isinstance(values, dict):
         raise RecipeError(f"{origin} must be a table of keys and values, not {type(values).__name__}")
     for setting in sets:
-        _apply(values, setting)
+        _apply_setting(values, setting)
     return from_dict(values)
 
 
@@ -225,7 +225,7 @@ def _read(recipe: str | Path) -> tuple[str, str]:
     raise RecipeError(f"recipe: {recipe!r} is unknown{hint}; `spartan recipes` lists them, a path must end in .yaml")
 
 
-def _apply(values: dict[str, Any], setting: str) -> None:
+def _apply_setting(values: dict[str, Any], setting: str) -> None:
     key, equals, text = setting.partition("=")
     if not equals or not key:
         raise RecipeError(f"--set {setting!r}: write key=value, such as --set epochs=20 or --set optimizer.lr=0.05")
@@ -236,12 +236,12 @@ def _apply(values: dict[str, Any], setting: str) -> None:
             raise RecipeError(f"{key}: {section} is a value, not a section")
         values = inner
     try:
-        values[last] = _number_or(parse_yaml(text))
+        values[last] = _as_number(parse_yaml(text))
     except yaml.YAMLError:
         raise RecipeError(f"--set {setting!r}: {text!r} cannot be read as a value") from None
 
 
-def _number_or(value: Any) -> Any:
+def _as_number(value: Any) -> Any:
     """YAML 1.1 reads 1e-4 as text; people mean the number."""
     with suppress(ValueError):
         return float(value) if isinstance(value, str) else value
@@ -250,10 +250,10 @@ def _number_or(value: Any) -> Any:
 
 def from_dict(values: Mapping[str, Any]) -> Config:
     """A checked Config."""
-    return typing.cast(Config, _build(Config, values, ""))
+    return typing.cast(Config, _build_section(Config, values, ""))
 
 
-def _build(cls: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
+def _build_section(cls: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
     hints = typing.get_type_hints(cls)
     known = [f.name for f in dataclasses.fields(cls)]
     for key in values:
@@ -267,7 +267,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise RecipeError(f"{key}: {value!r} must be a section with keys of its own")
-        return _build(typing.cast(type[Any], hint), value, key + ".")
+        return _build_section(typing.cast(type[Any], hint), value, key + ".")
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return _convert_union(args, value, key, hint)
@@ -287,7 +287,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         if not isinstance(value, Mapping):
             raise RecipeError(f"{key}: {value!r} must be a table of keys and values")
         return {str(k): v if args[1] is Any else _convert(args[1], v, f"{key}.{k}") for k, v in value.items()}
-    return _convert_scalar(hint, _number_or(value) if hint in (int, float) else value, key)
+    return _convert_scalar(hint, _as_number(value) if hint in (int, float) else value, key)
 
 
 def _convert_union(args: tuple[Any, ...], value: Any, key: str, hint: Any) -> Any:
@@ -327,10 +327,10 @@ def _type_name(hint: Any) -> str:
 
 def to_yaml(config: Config) -> str:
     """The resolved recipe, every key included; `load_recipe` reads it back to the same Config."""
-    return yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True, width=110)
+    return yaml.safe_dump(_without_tuples(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True, width=110)
 
 
-def _plain(value: Any) -> Any:
+def _without_tuples(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+        return {k: _without_tuples(v) for k, v in value.items()}
+    return [_without_tuples(v) for v in value] if isinstance(value, (list, tuple)) else value

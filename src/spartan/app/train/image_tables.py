@@ -81,10 +81,10 @@ def _image_folder(config: Config) -> tuple[ImageTable, ImageTable]:
     strange = {entry.name for entry in os.scandir(root / "val") if entry.is_dir()} - set(classes)
     if strange:
         raise RecipeError(f"data.path: {root} has val/{min(strange)}/, but no train/{min(strange)}/")
-    return _scan(root / "train", classes), _scan(root / "val", classes)
+    return _table_of_folder(root / "train", classes), _table_of_folder(root / "val", classes)
 
 
-def _scan(root: Path, classes: Sequence[str]) -> ImageTable:
+def _table_of_folder(root: Path, classes: Sequence[str]) -> ImageTable:
     files: list[bytes] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
@@ -111,22 +111,21 @@ def _web_dataset(config: Config) -> tuple[ImageTable, ImageTable]:
     testing if one starts with "val" (parts lie between -, _ and .); where the name has neither, its folder's decides.
     """
     path = source_path(config)
-    patterns = (
-        [f"{glob.escape(str(path))}/{inner}.tar" for inner in ("*", "*/*")] if path.is_dir() else braces(str(path))
-    )
+    inside = [f"{glob.escape(str(path))}/{inner}.tar" for inner in ("*", "*/*")]
+    patterns = inside if path.is_dir() else braces(str(path))
     found = sorted({file for pattern in patterns for file in glob.glob(pattern) if os.path.isfile(file)})
     if not found:
         raise RecipeError(f"data.path: {path} matches no .tar file; give a folder or a pattern of shards")
     shards: dict[str, list[str]] = {"train": [], "val": []}
     for file in found:
-        shards.get(_part(file), []).append(file)
+        shards.get(_train_or_val(file), []).append(file)
     for part, files in shards.items():
         if not files:
             raise RecipeError(f"data.path: {path} has no shards for {part}: names (or folders) must start with {part}")
-    return _index(shards["train"]), _index(shards["val"])
+    return _table_of_shards(shards["train"]), _table_of_shards(shards["val"])
 
 
-def _part(file: str) -> str:
+def _train_or_val(file: str) -> str:
     for name in (os.path.basename(file), os.path.basename(os.path.dirname(os.path.abspath(file)))):
         for word in re.split(r"[-_.]", name):
             if word.startswith(("train", "val")):
@@ -150,7 +149,7 @@ def braces(pattern: str) -> list[str]:
     return [out for text in inner for out in braces(pattern[: match.start()] + text + pattern[match.end() :])]
 
 
-def _index(shards: Sequence[str]) -> ImageTable:
+def _table_of_shards(shards: Sequence[str]) -> ImageTable:
     rows = [(i, *row) for i, shard in enumerate(shards) for row in _members(shard)]
     file, offset, size, label = np.array(rows, np.int64).reshape(-1, 4).T.copy()
     classes = int(label.max()) + 1 if len(label) else 0

@@ -1,4 +1,4 @@
-"""The training loop: a recipe in, a run folder out. Killed at any moment and resumed, it ends with the same weights.
+"""Trains: a recipe in, a run folder out. Killed at any moment and resumed, a run ends with the same weights.
 
 One process or many run the same lines: alone, a process is the first of one.
 """
@@ -47,7 +47,7 @@ class Trainer:
         self.steps_per_epoch = self.data.train_size // config.batch_size
         self.total_steps = config.epochs * self.steps_per_epoch
         model = self.build_model().to(self.device)
-        self._try(model)
+        self._check_model(model)
         cost = build_cost(config, model, self.data.shape)
         self.parallel = distribute(config, model, self.us)
         self.model = self.parallel.model
@@ -60,7 +60,7 @@ class Trainer:
         if self.device.type == "cuda":
             torch.backends.cudnn.benchmark = True  # batches have one size, so the fastest convolution is worth finding
         if not self.us.alone:
-            self._try(self.model)  # in shards, too: their layers must be called as modules
+            self._check_model(self.model)  # in shards, too: their layers must be called as modules
             seed_everything(seed_of(config.seed, self.us.rank))  # dropout is not to be the same on every process
         self.step = 0
         self.loss_sum = torch.zeros((), device=self.device)  # over the steps of this epoch
@@ -72,7 +72,7 @@ class Trainer:
         """A model of the recipe's kind, untrained."""
         return build_model(self.config, self.data.classes, self.data.shape)
 
-    def _try(self, model: nn.Module) -> None:
+    def _check_model(self, model: nn.Module) -> None:
         """One image through the model, so that a wrong shape is found before anything is written."""
         model.eval()
         try:
@@ -108,18 +108,18 @@ class Trainer:
                 for _ in self._epoch(epoch, metrics):
                     display.step(self.step, metrics.last_loss, self.sparsifier)
                     if self.step % self.steps_per_epoch:  # the end of an epoch is saved below, with its scores
-                        self._maybe_save(out, metrics, agreement.ask(signals.caught), time.monotonic() - started)
+                        self._save_if_due(out, metrics, agreement.ask(signals.caught), time.monotonic() - started)
                 images = (self.step - first) * self.config.batch_size
                 self.record = self._end_epoch(epoch, images, started)
                 metrics.epoch(**self.record)
                 display.epoch(self.record)
-                self._maybe_save(out, metrics, agreement.ask(signals.caught), 0.0)
+                self._save_if_due(out, metrics, agreement.ask(signals.caught), 0.0)
             agreement.wait()
             self.parallel.wait()
         summary = folder.finish(out, self, self.record)
         return self.us.decide(lambda: summary)
 
-    def _maybe_save(self, out: Path, metrics: Metrics, caught: int | None, unfinished: float) -> None:
+    def _save_if_due(self, out: Path, metrics: Metrics, caught: int | None, unfinished: float) -> None:
         """A checkpoint when one is due or the run is asked to stop, which it then does."""
         c, (epoch, within) = self.config, divmod(self.step, self.steps_per_epoch)
         last = self.step == self.total_steps
@@ -165,9 +165,8 @@ class Trainer:
                 x = x.contiguous(memory_format=torch.channels_last)
             with self.parallel.gradient_sync(last=i == self.accumulate - 1):
                 with self._autocast():
-                    loss = (
-                        cross_entropy(self.parallel.forward(x), y, label_smoothing=c.label_smoothing) / self.accumulate
-                    )
+                    logits = self.parallel.forward(x)
+                    loss = cross_entropy(logits, y, label_smoothing=c.label_smoothing) / self.accumulate
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         if c.clip is not None:
@@ -316,11 +315,11 @@ def resume(out: Path, sets: Sequence[str] = (), *, quiet: bool = False) -> dict[
         return run.summary
     trainer = Trainer(us.decide(lambda: load_recipe(out / "recipe.yaml", sets)))
     with folder.locked(out) if us.first else contextlib.nullcontext():
-        found = _newest(out, trainer)
+        found = _last_good_checkpoint(out, trainer)
         return trainer.fit(out, metrics_offset=0 if found is None else trainer.load(*found), quiet=quiet)
 
 
-def _newest(out: Path, trainer: Trainer) -> tuple[Path, dict[str, Any]] | None:
+def _last_good_checkpoint(out: Path, trainer: Trainer) -> tuple[Path, dict[str, Any]] | None:
     """The last good checkpoint, on every process the one that the first process found to be so."""
     state: dict[str, Any] | None = None
 

@@ -194,12 +194,12 @@ def restarted() -> bool:
 def joined() -> Iterator[Processes]:
     """Meet the others, if a launcher such as torchrun started several (WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR)."""
     global _current
-    world = _number("WORLD_SIZE", 1)
+    world = _environment_number("WORLD_SIZE", 1)
     if world == 1:
         yield Processes()
         return
-    us = Processes(_number("RANK"), world, _number("LOCAL_RANK", 0))
-    store = _meet(us)
+    us = Processes(_environment_number("RANK"), world, _environment_number("LOCAL_RANK", 0))
+    store = _connect(us)
     _current = us
     try:
         yield us
@@ -213,7 +213,7 @@ def joined() -> Iterator[Processes]:
     dist.destroy_process_group()
 
 
-def _number(name: str, default: int | None = None) -> int:
+def _environment_number(name: str, default: int | None = None) -> int:
     text = os.environ.get(name, "" if default is None else str(default))
     if not text.strip().isdigit():
         given = f"is {text!r}" if text else "is not set"
@@ -223,10 +223,10 @@ def _number(name: str, default: int | None = None) -> int:
 
 def timeout_seconds() -> int:
     """Seconds to wait for another process."""
-    return _number(TIMEOUT, 600)
+    return _environment_number(TIMEOUT, 600)
 
 
-def _meet(us: Processes) -> Store:
+def _connect(us: Processes) -> Store:
     """Everyone's connection to everyone; nobody is waited for longer than SPARTAN_TIMEOUT seconds."""
     seconds = timeout_seconds()
     deadline = time.monotonic() + seconds

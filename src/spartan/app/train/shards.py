@@ -52,7 +52,7 @@ class ShardedCheckpoints:
         self.wait()
         path = out / "checkpoints" / f"step-{step:08d}.shards"
         aside, trouble, writing = path.with_suffix(".tmp"), "", None
-        self._us.decide(lambda: _begin(path, plain))
+        self._us.decide(lambda: _start_folder(path, plain))
         try:
             writing = save_sharded(aside, model, optimizer, sparsifier, self._thread is not None, self._us.group)
         except (OSError, RuntimeError, CheckpointException) as error:
@@ -93,7 +93,7 @@ def _why_not_written(path: Path, error: BaseException) -> str:
     return str(cannot_write(path, error))
 
 
-def _begin(path: Path, plain: dict[str, Any]) -> None:
+def _start_folder(path: Path, plain: dict[str, Any]) -> None:
     """A folder aside, with the plain values; what a killed process left of another is removed."""
     try:
         path.parent.mkdir(exist_ok=True)

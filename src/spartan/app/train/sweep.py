@@ -140,7 +140,7 @@ class Sweep:
         # Ctrl-C, SIGTERM and a closed terminal stop the sweep in order.
         numbers = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
         with StopSignals(launched=True, numbers=numbers) as signals, ThreadPoolExecutor(self.at_once) as workers:
-            running = {workers.submit(self._one, job): job for job in jobs}
+            running = {workers.submit(self._run_job, job): job for job in jobs}
             while running:
                 # A short wait, so that signals are seen: the main thread cannot be woken from a lock everywhere.
                 ended, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
@@ -152,7 +152,7 @@ class Sweep:
                     outcomes[job.folder] = outcome = future.result() if error is None else failed
                     display.outcome(outcome)
                 if not ended:
-                    display.underway(sum(map(epochs_done, list(self.running))))
+                    display.show_epochs(sum(map(epochs_done, list(self.running))))
         return [outcomes[job.folder] for job in jobs]
 
     def stopped(self) -> bool:
@@ -166,7 +166,7 @@ class Sweep:
             for process in self.running.values():
                 process.terminate()
 
-    def _one(self, job: Job) -> Outcome:
+    def _run_job(self, job: Job) -> Outcome:
         if is_finished(job.folder):
             return Outcome(job, "skipped")
         log = self.out / "logs" / f"{job.folder.name}.txt"
@@ -246,9 +246,9 @@ class SweepDisplay(ProgressBar):
             text += f": {result_line(read_run(outcome.job.folder).summary or {})}"
         self.line(text)
         self._epochs += outcome.job.config.epochs if outcome.state != "skipped" else 0
-        self.underway(0)
+        self.show_epochs(0)
 
-    def underway(self, epochs: int) -> None:
+    def show_epochs(self, epochs: int) -> None:
         """So many epochs of the runs that have not ended are done."""
         if self._bar is not None:
             text = f"{self._done}/{self._total} runs"

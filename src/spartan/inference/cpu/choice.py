@@ -139,9 +139,8 @@ def machine() -> str:
     """What times depend on: the processor, the threads, the instruction set, torch and the kernels' version."""
     kernels = library()
     isa = "none" if kernels is None else f"{kernels.spartan_isa().decode()} {kernels.spartan_version()}"
-    return (
-        f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {isa}, torch {torch.__version__}"
-    )
+    threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    return f"{_processor()}, {threads}, {isa}, torch {torch.__version__}"
 
 
 def measured(

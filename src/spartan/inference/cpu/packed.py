@@ -1,4 +1,4 @@
-"""Sparse weights as the kernels read them.
+"""Packs sparse weights as the CPU kernels read them.
 
 Rows are taken h at a time. An *entry* of a group is a run of g columns in which some row of the group is not zero; its
 h·g numbers are stored, zeros among them included. So h = g = 1 is CSR, and any pattern of blocks whose height is a multiple

@@ -92,9 +92,8 @@ def block_sizes(weight: Tensor) -> dict[tuple[int, int], Tensor]:
     held = {(p, q): int(keep.sum()) * p * q for (p, q), keep in kept.items()}
     found: dict[tuple[int, int], Tensor] = {}
     for p, q in sizes:
-        if held[p, q] <= 1.5 * held[16, 16] and not any(
-            a >= p and b >= q and held[a, b] <= 1.02 * held[p, q] for a, b in found
-        ):
+        larger = any(a >= p and b >= q and held[a, b] <= 1.02 * held[p, q] for a, b in found)
+        if held[p, q] <= 1.5 * held[16, 16] and not larger:
             found[p, q] = kept[p, q]
     return found
 
