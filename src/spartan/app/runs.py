@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
 import re
-import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import yaml
 
 from spartan.app.train.config import Config, RecipeError, load_recipe, parse_yaml
-from spartan.app.train.setup import build_method
-from spartan.methods import Method, as_method, entries
-from spartan.schedules import Moment
+from spartan.methods import entries
 
 # Keys that say where and how a run is done, not what it computes.
 INCIDENTAL = ("description", "device", "parallel", "checkpoint_epochs", "checkpoint_steps", "checkpoint_async")
@@ -143,50 +137,6 @@ class RunFolder:
     def damaged_lines(self) -> int:
         """Lines of metrics.jsonl that could not be read, such as one cut short by a kill."""
         return self._metrics[2]
-
-    @property
-    def total_steps(self) -> int | None:
-        """Optimizer steps of the whole run, as far as the files tell."""
-        if self.summary and (steps := number(self.summary.get("steps"))):
-            return int(steps)
-        if self.epochs and (step := number(self.epochs[-1].get("step"))):
-            return round(step / self.epochs[-1]["epoch"] * self.planned_epochs)
-        return None
-
-    def phases(self) -> list[dict[str, Any]]:
-        """Where warm-up, intermediate and finetune phases begin and end, in steps; empty where that is unknown."""
-        total, method = self.total_steps, self._built_method()
-        given = {key: number(self.recipe.get(key)) for key in ("warmup", "finetune")}
-        warmup, finetune = (getattr(method, key, None) if value is None else value for key, value in given.items())
-        if not total or warmup is None or finetune is None or self.dense:
-            return []
-        try:
-            at = Moment.start(total, warmup, finetune, 0)
-        except ValueError:
-            return []
-        edges = [0, at.warmup_steps, at.freeze_step, total]
-        names = ["warm-up", "intermediate", "finetune"]
-        return [{"from": a, "to": b, "name": n} for a, b, n in zip(edges[:-1], edges[1:], names, strict=True) if b > a]
-
-    def _built_method(self) -> Method | None:
-        """The method with its settings, which may decide how long its phases are; None where it cannot be built."""
-        with contextlib.suppress(ValueError):
-            return build_method(self.config)
-        with contextlib.suppress(ValueError):  # the recipe is another version's
-            return as_method(self.method)
-        return None
-
-    def masks(self) -> npt.NDArray[np.bool_] | None:
-        """The kept bits of the sampled weights, [epochs, n]; None where there are none to read."""
-        try:
-            # Opened here: numpy forgets to close a file that it cannot read.
-            with (self.folder / "masks.npz").open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-                bits, n = file["bits"], int(file["n"])
-            if bits.ndim != 2 or bits.dtype != np.uint8 or n < 1 or bits.shape[1] * 8 < n:
-                return None
-            return np.unpackbits(bits, axis=1, count=n).astype(bool)
-        except (OSError, KeyError, ValueError, TypeError, EOFError, zipfile.BadZipFile):
-            return None
 
 
 def number(value: Any) -> float | None:

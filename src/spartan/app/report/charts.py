@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from spartan.app.report.series import downsample, mask_correlations
+from spartan.app.report.series import downsample, kept_bits, mask_correlations, phases, total_steps
 from spartan.app.runs import RunFolder, number
 
 Chart = dict[str, Any]
@@ -26,7 +26,7 @@ def sparsity_charts(run: RunFolder) -> list[Chart]:
 
 def exploration_charts(run: RunFolder) -> list[Chart]:
     """How the mask moves: the paper's exploration figure."""
-    masks = run.masks()
+    masks = kept_bits(run)
     if masks is None or len(masks) < 2:
         return []
     with_last, with_previous = mask_correlations(masks)
@@ -39,8 +39,8 @@ def exploration_charts(run: RunFolder) -> list[Chart]:
         line("with the epoch before", epochs[1:], with_previous, dots=True, dash="5 3"),
     ]
     per_epoch = _per_epoch(run)
-    phases = run.phases() if per_epoch else []
-    bands = [{**phase, "from": phase["from"] / per_epoch, "to": phase["to"] / per_epoch} for phase in phases]
+    steps = phases(run) if per_epoch else []
+    bands = [{**phase, "from": phase["from"] / per_epoch, "to": phase["to"] / per_epoch} for phase in steps]
     y = {"label": "correlation", "limits": [None, 1.0]}
     return _without_empty([_chart("correlation", "Mask correlation", _EPOCHS, y, series, note=note, bands=bands)])
 
@@ -107,7 +107,7 @@ def _integers(records: Sequence[dict[str, Any]], key: str) -> list[float]:
 
 def _per_epoch(run: RunFolder) -> float | None:
     """Steps per epoch."""
-    total = run.total_steps
+    total = total_steps(run)
     return total / run.planned_epochs if total and run.planned_epochs else None
 
 
@@ -145,14 +145,14 @@ def _over_steps(run: RunFolder, key: str) -> tuple[list[float], list[float | Non
 def _learning_rate(run: RunFolder) -> Chart:
     series = [line("learning rate", *_over_steps(run, "lr"))]
     y = {"label": "learning rate", "toggle": True}
-    return _chart("lr", "Learning rate", _STEPS, y, series, bands=run.phases())
+    return _chart("lr", "Learning rate", _STEPS, y, series, bands=phases(run))
 
 
 def _beta(run: RunFolder) -> Chart:
     note = "Small β gives a soft mask that explores; large β a hard one. It stays put in the finetune phase."
     series = [line("β", *_over_steps(run, "beta"))]
     y = {"label": "β", "toggle": True}
-    return _chart("beta", "Sharpness β", _STEPS, y, series, note=note, bands=run.phases())
+    return _chart("beta", "Sharpness β", _STEPS, y, series, note=note, bands=phases(run))
 
 
 def _density(run: RunFolder) -> Chart:
@@ -171,7 +171,7 @@ def _density(run: RunFolder) -> Chart:
     ]
     note = "The fraction of weights that is kept: what the schedule asks for and what the model has."
     y = {"label": "density (%)", "unit": "%", "scale": "log", "toggle": True, "limits": [0, 100]}
-    return _chart("density", "Density", _STEPS, y, series, note=note, bands=run.phases())
+    return _chart("density", "Density", _STEPS, y, series, note=note, bands=phases(run))
 
 
 def _histogram(run: RunFolder) -> Chart:
