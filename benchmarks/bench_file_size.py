@@ -34,8 +34,7 @@ import torch
 from torch import Tensor, nn
 
 import spartan
-from spartan import Block, Unstructured
-from spartan.app.train import vision
+from spartan import Block, Unstructured, zoo
 from spartan.files import codes, read, save
 from spartan.problem.patterns import Pattern
 from spartan.problem.targets import find_targets
@@ -55,7 +54,7 @@ COLUMNS = [
 def make(name: str, pattern: Pattern, sparsity: float) -> tuple[nn.Module, set[str]]:
     """A pruned model, and the names of its pruned weights."""
     torch.manual_seed(0)
-    model: nn.Module = vision.torchvision().models.get_model(name)
+    model: nn.Module = zoo.torchvision().models.get_model(name)
     for tensor in model.state_dict().values():
         if tensor.is_floating_point() and float(tensor.max()) == float(tensor.min()):
             tensor.normal_(std=0.02)

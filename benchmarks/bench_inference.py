@@ -39,13 +39,13 @@ from torch import Tensor, nn
 
 import spartan
 from spartan import Block
-from spartan.app.train.vision import torchvision
 from spartan.files import load
 from spartan.files.load import open_file
 from spartan.inference import convert
 from spartan.inference.cpu.library import status
 from spartan.inference.onnx import export_onnx
 from spartan.inference.runtime import SparseLayer
+from spartan.zoo import torchvision
 
 RESULTS = Path(__file__).parent / "inference.csv"
 COLUMNS = [

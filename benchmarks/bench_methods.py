@@ -41,7 +41,7 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     names = args.methods.split(",") if args.methods else [e.name for e in spartan.methods()]
     names = ["dense", *(n for n in names if n != "dense")]
-    model = build_model(load_recipe("cifar10-wrn22", []), 10, (3, 32, 32)).to(device)
+    model = build_model(load_recipe("cifar10-wrn22").model, 10, (3, 32, 32)).to(device)
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     start = {k: v.clone() for k, v in model.state_dict().items()}
     forward = torch.compile(model, mode="reduce-overhead") if device.type == "cuda" else model

@@ -35,9 +35,8 @@ import torch
 from torch import Tensor, nn
 
 from spartan import IMP, Block, Sparsifier, Spartan, TopKAST, constant, linear, prune
-from spartan.app.train import vision
 from spartan.methods.base import Method
-from spartan.zoo import WideResNet
+from spartan.zoo import WideResNet, torchvision
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "step.csv"
@@ -60,7 +59,7 @@ def build_model(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name == "wrn22":
         return WideResNet(22, 2, 10)
-    return vision.torchvision().models.get_model(name)
+    return torchvision().models.get_model(name)
 
 
 def build_method(name: str, beta: float | None) -> Method | None:

@@ -26,7 +26,7 @@ from spartan.inference.convert import accelerate, explain
 from spartan.inference.cpu.ops import ACTIVATIONS
 from spartan.inference.gpu import choice
 from spartan.inference.gpu.tiles import blocks_of
-from spartan.inference.runtime import DenseLinear, SparseLinear
+from spartan.inference.runtime import DenseLinear, DeviceLinear
 
 TOKENS, DTYPE = 12608, torch.bfloat16
 LAYERS = [(768, 3072, "gelu"), (3072, 768, "none"), (768, 2304, "none")]
@@ -247,7 +247,7 @@ def _run_contests(
                 continue
             begin = time.perf_counter()
             quick = fast[name, batch] = accelerate(model, example_inputs=x)
-            sparse = sum(isinstance(m, SparseLinear) for m in quick.modules())
+            sparse = sum(isinstance(m, DeviceLinear) for m in quick.modules())
             out, expected = quick(x).float(), model(x).float()
             gap = float((out - expected).abs().max() / expected.abs().max())
             same = float((out.argmax(-1) == expected.argmax(-1)).float().mean())

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import spartan
-from spartan.app.train.vision import torchvision
+from spartan.zoo import torchvision
 
 
 def enlarged(images: Tensor, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ ROOT = Path(spartan.__file__).parent
 
 # From the bottom up; a module may import from layers below its own, and from its own.
 LAYERS = [
+    {"wording", "disk"},
     {"ops.parts", "ops.select", "ops.soft_topk", "ops.rows", "ops.collective", "ops.spread", "ops"},
     {"kernels"},
     {"targets", "patterns", "heads", "schedules", "flop_count", "sharding"},
@@ -26,9 +27,10 @@ LAYERS = [
     {"sparsifier"},
     {"sharded_checkpoint"},
     {"inference"},
+    {"zoo"},
     {"files"},
     {""},
-    {"zoo", "app"},
+    {"app"},
     {"__main__"},
 ]
 
@@ -69,6 +71,14 @@ def test_imports_go_one_way() -> None:
             assert layer(other) <= layer(me), f"{me or 'spartan'} imports {other or 'spartan'}, which lies above it"
             seen += 1
     assert seen > 50
+
+
+def test_no_module_of_ours_is_imported_by_a_string() -> None:
+    for path in ROOT.rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        for call in calls:
+            if ast.unparse(call.func).endswith("import_module"):
+                assert "spartan" not in ast.unparse(call), f"{path} imports past the table above"
 
 
 def test_nothing_but_the_package_knows_single_methods() -> None:

@@ -30,7 +30,10 @@ def net() -> nn.Module:
         ({"total_steps": 0}, "total_steps=0"),
         ({"total_steps": -3}, "total_steps=-3"),
         ({"total_steps": 10.5}, "total_steps=10.5"),
-        ({"method": "spartann"}, "method='spartann' is unknown.*Did you mean 'spartan'"),
+        (
+            {"method": "spartann"},
+            r"method='spartann' is unknown \(did you mean spartan\?\); accepted: .*spartan.*Method",
+        ),
         ({"method": 3}, "method=3 is unknown"),
         ({"pattern": "block"}, "pattern='block' is not a pattern"),
         (

@@ -1,5 +1,5 @@
 """`torchvision`, also beside a CPU build of torch."""
 
-from spartan.app.train import vision
+from spartan import zoo
 
-torchvision = vision.torchvision()
+torchvision = zoo.torchvision()

@@ -12,11 +12,11 @@ from spartan.ops import hard_topk, soft_topk
 from spartan.problem.costs.flops import Flops
 from spartan.problem.costs.params import Params
 from spartan.problem.flops import flops
+from spartan.problem.patterns import Unstructured
 from spartan.problem.patterns.block import Block
 from spartan.problem.patterns.channel import Channel
 from spartan.problem.patterns.heads import Heads
 from spartan.problem.patterns.nm import NM
-from spartan.problem.patterns.unstructured import Unstructured
 from spartan.problem.schedules import constant, cosine, cubic, linear
 from spartan.prune import prune
 from spartan.sparsifier import Sparsifier

@@ -1,46 +1,67 @@
-"""Models by name: small ones of our own, torchvision's and timm's, or a function of the user's."""
+"""Builds models by name: small ones of our own, torchvision's and timm's, or those of a user's function.
+
+Nothing but torch is needed for our own; torchvision and timm are imported when a name asks for them.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spartan.app.train import vision
-from spartan.app.train.config import Config, RecipeError, nearest
-from spartan.app.train.data import load_function
+from spartan.wording import nearest, one_line
 
 Shape = tuple[int, int, int]
-_WRN = re.compile(r"wrn-(\d+)-(\d+)")
+WRN = re.compile(r"wrn-(\d+)-(\d+)")
 
 
-def build_model(config: Config, classes: int, shape: Shape) -> nn.Module:
-    """The model that `config.model` names, for images of `shape` (C, H, W); its weights come from torch's global RNG."""
-    name = config.model
-    if name.startswith("torchvision/"):
-        return _torchvision_model(name.removeprefix("torchvision/"), config, classes, shape)
-    if name.startswith("timm/"):
-        return _timm_model(name.removeprefix("timm/"), config, classes, shape)
+def build_model(
+    name: str,
+    classes: int,
+    shape: Shape,
+    arguments: Mapping[str, Any] | None = None,
+    source: str = "the shape given",
+) -> nn.Module:
+    """The model of this name, its weights drawn from torch's global RNG; ValueError that says why there is none.
+
+    Args:
+        name: digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, torchvision/NAME, timm/NAME, or module:function.
+        classes: how many scores it gives an image.
+        shape: of an image: channels, height, width.
+        arguments: for the constructor of torchvision or timm, or for the function.
+        source: what the shape is from, for the error message where it does not suit the model.
+
+    Example:
+        >>> sum(p.numel() for p in build_model("wrn-10-1", 10, (3, 32, 32)).parameters())
+        77850
+    """
+    arguments = dict(arguments or {})
+    library, slash, inner = name.partition("/")
+    if slash and library == "torchvision":
+        return _torchvision_model(inner, classes, shape, arguments, source)
+    if slash and library == "timm":
+        return _timm_model(inner, classes, shape, arguments)
     if ":" in name:
-        return _users_model(config, classes)
-    if name not in ("digits-cnn", "resnet18-cifar") and not _WRN.fullmatch(name):
+        return _users_model(name, {"classes": classes, **arguments})
+    wrn = WRN.fullmatch(name)
+    if name not in ("digits-cnn", "resnet18-cifar") and wrn is None:
         known = ["digits-cnn", "wrn-22-2", "resnet18-cifar", "torchvision/resnet50", "timm/vit_small_patch16_224"]
         ours = "digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, torchvision/NAME, timm/NAME, module:function"
-        raise RecipeError(f"model: {name!r} is unknown{nearest(name, known)}; accepted: {ours}")
-    if config.model_args:
-        raise RecipeError(f"model_args: {', '.join(config.model_args)}: {name} takes no arguments")
-    if name == "digits-cnn":
-        return digits_cnn(classes, shape[0])
-    if name == "resnet18-cifar":
-        return resnet18_cifar(classes, shape[0])
-    match = _WRN.fullmatch(name)
-    assert match is not None
-    return WideResNet(int(match[1]), int(match[2]), classes, shape[0])
+        raise ValueError(f"model: {name!r} is unknown{nearest(name, known)}; accepted: {ours}")
+    if arguments:
+        raise ValueError(f"model_args: {', '.join(arguments)}: {name} takes no arguments")
+    if wrn is not None:
+        return WideResNet(int(wrn[1]), int(wrn[2]), classes, shape[0])
+    return digits_cnn(classes, shape[0]) if name == "digits-cnn" else resnet18_cifar(classes, shape[0])
 
 
 # ---------------------------------------------------------------------- our own
@@ -81,7 +102,7 @@ class WideResNet(nn.Module):
         super().__init__()
         if depth < 10 or (depth - 4) % 6 or width < 1:
             near = max(10, round((depth - 4) / 6) * 6 + 4)
-            raise RecipeError(
+            raise ValueError(
                 f"model: wrn-{depth}-{width} does not exist: the depth is 6n + 4 and the width at least 1 "
                 f"(did you mean wrn-{near}-{max(width, 1)}?)"
             )
@@ -104,7 +125,7 @@ class WideResNet(nn.Module):
 
 def resnet18_cifar(classes: int, channels: int = 3) -> nn.Module:
     """ResNet-18 for 32×32 images: a 3×3 stem of stride 1 and no max-pooling; 11.17M parameters for 10 classes."""
-    model: nn.Module = vision.torchvision().models.resnet18(num_classes=classes)
+    model: nn.Module = torchvision().models.resnet18(num_classes=classes)
     model.conv1 = _he(nn.Conv2d(channels, 64, 3, 1, 1, bias=False))
     model.maxpool = nn.Identity()
     return model
@@ -119,25 +140,29 @@ def _he(layer: nn.Conv2d) -> nn.Conv2d:
 # ---------------------------------------------------------------------- others'
 
 
-def _torchvision_model(name: str, config: Config, classes: int, shape: Shape) -> nn.Module:
-    models = vision.torchvision().models
+def _torchvision_model(name: str, classes: int, shape: Shape, given: dict[str, Any], source: str) -> nn.Module:
+    models = torchvision().models
     known = models.list_models(module=models)
     if name not in known:
-        raise RecipeError(f"model: torchvision has no model {name!r}{nearest(name, known)}")
+        raise ValueError(f"model: torchvision has no model {name!r}{nearest(name, known)}")
     if shape[0] != 3:
-        raise RecipeError(
-            f"model: torchvision/{name} takes images of 3 channels, and data.source {config.data.source} has "
-            f"{shape[0]}; timm's models take any number"
+        raise ValueError(
+            f"model: torchvision/{name} takes images of 3 channels, and {source} has {shape[0]}; "
+            "timm's models take any number"
         )
     arguments: dict[str, Any] = {"num_classes": classes}
     if name.startswith("vit_"):
         arguments |= {} if shape[1] == 224 else {"image_size": shape[1]}
-        if config.model_args.keys() & VIT_SIZES.keys():
-            return _call(models.VisionTransformer, config, {"image_size": shape[1], **_vit_sizes(name), **arguments})
+        if given.keys() & VIT_SIZES.keys():
+            with torch.device("meta"):
+                named = models.get_model(name)
+            sizes = {key: size(named) for key, size in VIT_SIZES.items()}
+            arguments = {"image_size": shape[1], **sizes, **arguments}
+            return _call(models.VisionTransformer, f"torchvision/{name}", arguments, given)
     if name in ("googlenet", "inception_v3"):
         # auxiliary classifiers would make the output a tuple; leaving the other to its default warns
         arguments |= {"aux_logits": False, "init_weights": True}
-    return _call(lambda **kw: models.get_model(name, **kw), config, arguments)
+    return _call(lambda **kw: models.get_model(name, **kw), f"torchvision/{name}", arguments, given)
 
 
 # torchvision's named ViTs refuse other sizes than their own; recipes may still ask for a narrower or shorter one.
@@ -150,39 +175,87 @@ VIT_SIZES: dict[str, Callable[[Any], int]] = {
 }
 
 
-def _vit_sizes(name: str) -> dict[str, int]:
-    with torch.device("meta"):
-        vit = vision.torchvision().models.get_model(name)
-    return {key: size(vit) for key, size in VIT_SIZES.items()}
-
-
-def _timm_model(name: str, config: Config, classes: int, shape: Shape) -> nn.Module:
-    timm = vision.timm()
-    if not timm.is_model(name):
-        raise RecipeError(f"model: timm has no model {name!r}{nearest(name, timm.list_models())}")
+def _timm_model(name: str, classes: int, shape: Shape, given: dict[str, Any]) -> nn.Module:
+    models = timm()
+    if not models.is_model(name):
+        raise ValueError(f"model: timm has no model {name!r}{nearest(name, models.list_models())}")
     arguments = {"pretrained": False, "num_classes": classes} | ({} if shape[0] == 3 else {"in_chans": shape[0]})
-    return _call(lambda **kw: timm.create_model(name, **kw), config, arguments)
+    return _call(lambda **kw: models.create_model(name, **kw), f"timm/{name}", arguments, given)
 
 
-def _users_model(config: Config, classes: int) -> nn.Module:
-    function = load_function("model", config.model)
-    arguments = {"classes": classes, **config.model_args}
+def _users_model(name: str, arguments: dict[str, Any]) -> nn.Module:
+    function = load_function("model", name)
     try:
         inspect.signature(function).bind(**arguments)
     except (TypeError, ValueError) as error:  # ValueError: a builtin that does not tell its arguments
         given = ", ".join(f"{key}=" for key in arguments)
-        raise RecipeError(f"model: {config.model} cannot be called with {given} ({error})") from None
+        raise ValueError(f"model: {name} cannot be called with {given} ({error})") from None
     model = function(**arguments)
     if not isinstance(model, nn.Module):
-        raise RecipeError(f"model: {config.model} returned {type(model).__name__}; a torch.nn.Module is needed")
+        raise ValueError(f"model: {name} returned {type(model).__name__}; a torch.nn.Module is needed")
     return model
 
 
-def _call(function: Callable[..., nn.Module], config: Config, arguments: dict[str, Any]) -> nn.Module:
-    """The library's model; `model_args` go over our own arguments, and what it refuses is the recipe's mistake."""
+def _call(function: Callable[..., nn.Module], name: str, arguments: dict[str, Any], given: dict[str, Any]) -> nn.Module:
+    """A library's model; the arguments given go over ours, and what the library refuses is their mistake."""
     try:
-        return function(**{**arguments, **config.model_args})
+        return function(**arguments | given)
     except (TypeError, ValueError, AssertionError, KeyError) as error:
-        given = f" with model_args {config.model_args}" if config.model_args else ""
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise RecipeError(f"model: {config.model} cannot be built{given}: {reason}") from error
+        told = f" with model_args {given}" if given else ""
+        raise ValueError(f"model: {name} cannot be built{told}: {one_line(error)}") from error
+
+
+# ---------------------------------------------------------------------- others' modules
+
+_declarations: list[torch.library.Library] = []  # a declaration lasts as long as its library object
+
+
+def torchvision() -> ModuleType:
+    """The torchvision module, also beside a CPU build of torch; ValueError where it is not installed.
+
+    PyPI's torchvision is built for CUDA. Beside a CPU build of torch its compiled operators cannot load, and the import
+    then fails only because two of them are not declared. The models, transforms and data sets need neither.
+    """
+    try:
+        return _installed("torchvision")
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            raise
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    _declarations.append(library)
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return _installed("torchvision")
+
+
+def timm() -> ModuleType:
+    """The timm module, which imports torchvision by itself; ValueError where it is not installed."""
+    torchvision()
+    return _installed("timm")
+
+
+def _installed(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        hint = "pip install 'spartan-sparsity[vision]'"
+        raise ValueError(f"this recipe needs {name}, which is not installed: {hint}") from None
+
+
+def load_function(key: str, spec: str) -> Callable[..., Any]:
+    """The function that `module:function` names, for the recipe's `key`; modules in the current directory are found too."""
+    module_name, _, name = spec.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the user's code, which may fail in any way
+        raise ValueError(f"{key}: cannot import {module_name!r} ({type(error).__name__}: {error})") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        public = [n for n in vars(module) if not n.startswith("_")]
+        raise ValueError(f"{key}: {module_name!r} has no function {name!r}{nearest(name, public)}")
+    return function

@@ -22,7 +22,7 @@ from spartan.app.train.checkpoint import CheckpointError, checkpoints
 from spartan.app.train.config import from_dict
 from spartan.app.train.parallel import blocks, precision
 from spartan.app.train.processes import Processes
-from spartan.app.train.shards import Parts
+from spartan.app.train.shards import ShardedCheckpoints
 from spartan.app.train.small_images import _digits
 from spartan.zoo import WideResNet, digits_cnn
 from tests.app.train import samples
@@ -261,11 +261,11 @@ def full_disk(rank: int, folder: str) -> list[str]:
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sparsifier = Sparsifier(model, sparsity=0.5, total_steps=4).attach(optimizer)
-    Parts(us, background=False).save(Path(folder), 1, {"step": 1}, model, optimizer, sparsifier)
+    ShardedCheckpoints(us, background=False).save(Path(folder), 1, {"step": 1}, model, optimizer, sparsifier)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     found = []
     for background in (False, True):
-        parts = Parts(us, background)
+        parts = ShardedCheckpoints(us, background)
         try:
             parts.save(Path(folder), 2, {"step": 2}, model, optimizer, sparsifier)
             parts.wait()

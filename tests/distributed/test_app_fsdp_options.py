@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from spartan import Params
 from spartan.app.train.config import from_dict
-from spartan.app.train.parallel import Shards
+from spartan.app.train.parallel import ShardedModel
 from spartan.app.train.processes import Processes
 from spartan.app.train.setup import build_sparsifier
 from tests.distributed.launching import launch, weights
@@ -47,7 +48,7 @@ def test_half_precision_keeps_the_budget(tmp_path: Path, amp: str, model: str) -
     assert summary["top1"] > 0.3
 
 
-class Compiled(Shards):
+class Compiled(ShardedModel):
     """As on a GPU: each block's forward is compiled."""
 
     compiled = property(lambda self: True, lambda self, value: None)
@@ -55,23 +56,23 @@ class Compiled(Shards):
 
 def with_and_without_compiling(rank: int) -> list[dict[str, Tensor]]:
     found = []
-    for kind in (Shards, Compiled):
+    for kind in (ShardedModel, Compiled):
         torch.manual_seed(0)
         config = from_dict({"parallel": "fsdp2", "sparsity": 0.8})
-        spread = kind(config, Residual(10).double(), Processes(rank, 2, rank))
-        sparsifier = build_sparsifier(config, spread.model, None, 6)
-        optimizer = torch.optim.SGD(spread.model.parameters(), lr=0.1, momentum=0.9)
+        placed = kind(config, Residual(10).double(), Processes(rank, 2, rank))
+        sparsifier = build_sparsifier(config, placed.model, Params(), 6)
+        optimizer = torch.optim.SGD(placed.model.parameters(), lr=0.1, momentum=0.9)
         sparsifier.attach(optimizer)
         numbers = torch.Generator().manual_seed(rank)
         for i in range(12):
             x, y = torch.randn(8, 1, 8, 8, generator=numbers), torch.randint(10, (8,), generator=numbers)
-            with spread.sending(last=i % 2 == 1):
-                nn.functional.cross_entropy(spread.forward(x), y).backward()
+            with placed.gradient_sync(last=i % 2 == 1):
+                nn.functional.cross_entropy(placed.forward(x), y).backward()
             if i % 2:
                 optimizer.step()
                 optimizer.zero_grad()
         sparsifier.finalize()
-        whole = spread.whole_model(lambda: Residual(10).double())
+        whole = placed.gathered_model(lambda: Residual(10).double())
         found.append({} if whole is None else whole.state_dict())
     return found
 

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from spartan.app.cli import app
 from spartan.app.train.checkpoint import checkpoints
 from spartan.app.train.config import RecipeError, from_dict, to_yaml
-from spartan.app.train.parallel import spread
+from spartan.app.train.folder import check_resume_settings, choose_folder, run_name
+from spartan.app.train.parallel import distribute
 from spartan.app.train.processes import Processes, choose_device, joined, micro_batch
-from spartan.app.train.runs import check_settings_on_the_way, run_name, to_continue
 from tests.distributed.launching import Launched, free_port, launch, wait_for, weights
 
 FLOAT64 = ("epochs=2", "batch_size=128", "model=tests.app.train.small_models:float64", "data.pad=1")
@@ -249,7 +249,7 @@ def test_devices_belong_to_one_process() -> None:
 def test_batch_norm_over_all_processes_needs_gpus(parallel: str) -> None:
     words = "sync_bn: torch's SyncBatchNorm needs GPUs, and the model is on cpu"
     with pytest.raises(RecipeError, match=words):
-        spread(from_dict({"sync_bn": True, "parallel": parallel}), torch.nn.Linear(2, 2), Processes(0, 2))
+        distribute(from_dict({"sync_bn": True, "parallel": parallel}), torch.nn.Linear(2, 2), Processes(0, 2))
 
 
 def test_copies_are_not_saved_on_the_side() -> None:
@@ -258,10 +258,10 @@ def test_copies_are_not_saved_on_the_side() -> None:
 
 
 def test_what_a_run_computes_does_not_change_on_the_way() -> None:
-    check_settings_on_the_way(["parallel=fsdp2", "device=cpu", "data.workers=2"])
+    check_resume_settings(["parallel=fsdp2", "device=cpu", "data.workers=2"])
     for key in ("epochs", "batch_size", "data.pad", "paralel"):
         with pytest.raises(RecipeError, match=f"cannot be combined with --set {key}, but with --set of .*parallel"):
-            check_settings_on_the_way(["parallel=ddp", f"{key}=2"])
+            check_resume_settings(["parallel=ddp", f"{key}=2"])
 
 
 def test_a_sweep_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,13 +287,13 @@ def test_who_continues_a_run_in_its_folder(tmp_path: Path, monkeypatch: pytest.M
         folder.mkdir(parents=True)
         (folder / "recipe.yaml").write_text(to_yaml(config))
     # Only torchrun's restart of the very same recipe does so unasked.
-    assert to_continue("digits", config, tmp_path / "mine", again=True) == (tmp_path / "mine", True)
-    assert to_continue("digits", config, tmp_path / "new", again=True) == (tmp_path / "new", False)
+    assert choose_folder("digits", config, tmp_path / "mine", again=True) == (tmp_path / "mine", True)
+    assert choose_folder("digits", config, tmp_path / "new", again=True) == (tmp_path / "new", False)
     for recipe, again in ((config, False), (other, True)):
         with pytest.raises(RecipeError, match="mine holds a run already"):
-            to_continue("digits", recipe, tmp_path / "mine", again)
-    assert to_continue("digits", config, None, again=True) == (usual, True)
-    assert to_continue("digits", config, None, again=False) == (usual.with_name(usual.name + "-2"), False)
-    assert to_continue("digits", other, None, again=True) == (usual.with_name(usual.name + "-2"), False)
+            choose_folder("digits", recipe, tmp_path / "mine", again)
+    assert choose_folder("digits", config, None, again=True) == (usual, True)
+    assert choose_folder("digits", config, None, again=False) == (usual.with_name(usual.name + "-2"), False)
+    assert choose_folder("digits", other, None, again=True) == (usual.with_name(usual.name + "-2"), False)
     (usual / "summary.json").write_text("{}")
-    assert to_continue("digits", config, None, again=True) == (usual.with_name(usual.name + "-2"), False)
+    assert choose_folder("digits", config, None, again=True) == (usual.with_name(usual.name + "-2"), False)

@@ -9,8 +9,7 @@ from torch import nn
 
 import spartan
 from spartan import Block
-from spartan.files import inspect, save
-from spartan.files.inspect import inspect_kernels
+from spartan.files import inspect, load, save
 from spartan.zoo import digits_cnn
 from tests.files.forging import forge, header_of
 from tests.inference.models import Everything
@@ -54,7 +53,7 @@ def test_kernels_are_named_with_the_reason(tmp_path: Path) -> None:
         spartan.prune(digits_cnn(), 0.9), path, architecture={"model": "digits-cnn", "classes": 10, "shape": [1, 8, 8]}
     )
     assert '{"model": "digits-cnn", "classes": 10, "shape": [1, 8, 8]}' in inspect(path)
-    lines = inspect_kernels(path, kernels="sparse").splitlines()
+    lines = list(map(str, spartan.explain(load(path, kernels="sparse"))))
     assert len(lines) == 4
     assert all("(" in line for line in lines)
 

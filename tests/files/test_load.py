@@ -81,15 +81,15 @@ def test_a_model_that_the_file_names(path: Path, dtype: torch.dtype | None) -> N
 
 
 def test_models_of_torchvision_and_timm(path: Path) -> None:
-    from spartan.app.train import vision
+    from spartan import zoo
 
-    squeezed = vision.torchvision().models.squeezenet1_1()
+    squeezed = zoo.torchvision().models.squeezenet1_1()
     save(squeezed, path, architecture="torchvision/squeezenet1_1")
     assert same_model(load(path, kernels="dense"), squeezed)
-    tiny = vision.timm().create_model("vit_tiny_patch16_224", num_classes=7)
+    tiny = zoo.timm().create_model("vit_tiny_patch16_224", num_classes=7)
     save(tiny, path)  # a timm model knows its name
     assert same_model(load(path, kernels="dense"), tiny)
-    other = vision.timm().create_model("vit_tiny_patch16_224", img_size=32, patch_size=4)
+    other = zoo.timm().create_model("vit_tiny_patch16_224", img_size=32, patch_size=4)
     save(other, path)  # and is left unnamed where the name is not enough
     with pytest.raises(ValueError, match="does not say which model"):
         load(path, kernels="dense")

@@ -367,9 +367,9 @@ def test_links_and_permissions_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sparsity", [0.8, 0.99])
 def test_resnet50_is_quick_and_near_the_bound(tmp_path: Path, sparsity: float, dtype: torch.dtype) -> None:
-    from spartan.app.train import vision
+    from spartan import zoo
 
-    model = spartan.prune(vision.torchvision().models.resnet50(), sparsity).to(dtype)
+    model = spartan.prune(zoo.torchvision().models.resnet50(), sparsity).to(dtype)
     for tensor in model.state_dict().values():
         if tensor.is_floating_point():  # random bits for values, norms too: what no code makes smaller
             noise = torch.randint(1, 256, (tensor.nbytes,), dtype=torch.uint8).view(dtype).reshape(tensor.shape)

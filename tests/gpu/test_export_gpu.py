@@ -41,7 +41,7 @@ def close(got: Tensor, expected: Tensor) -> None:
 
 def vit(block: int, dtype: torch.dtype) -> nn.Module:
     """timm's ViT-Ti/16 at 75% in blocks, with a head that says something."""
-    from spartan.app.train.vision import timm
+    from spartan.zoo import timm
 
     model: nn.Module = timm().create_model("vit_tiny_patch16_224", num_classes=10)
     for module in model.modules():

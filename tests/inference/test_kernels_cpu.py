@@ -114,11 +114,11 @@ def test_conv(case: tuple, dtype: torch.dtype, isa: str) -> None:
     columns = channels // groups * kernel[0] * kernel[1]
     weight, bias = matrix(outputs, columns, h, 1, 0.4), torch.randn(outputs)
     packed, x = pack(weight, h, 1), torch.randn(images, channels, height, width).to(dtype)
-    plan = ops.plan_conv(conv, packed, height, width, dtype)
-    residual = torch.randn(images, outputs, *plan.out_size).to(dtype)
+    layout = ops.lay_out_conv(conv, packed, height, width, dtype)
+    residual = torch.randn(images, outputs, *layout.out_size).to(dtype)
     for activation in ops.ACTIVATIONS:
         for more in (None, residual):
-            got = ops.conv2d(x, packed, plan, padded(bias, h), activation, more)
+            got = ops.conv2d(x, packed, layout, padded(bias, h), activation, more)
             again = None if more is None else more.double()
             close(got, ops.conv_torch(x.double(), conv, weight.double(), bias.double(), activation, again), dtype)
 
@@ -167,14 +167,14 @@ def test_threads_change_nothing() -> None:
     image, kernel = torch.randn(5, 8, 20, 20), matrix(64, 72, 1, 1, 0.2)
     conv = ops.Conv((3, 3), (1, 1), (1, 1), (1, 1), 1, 8)
     packed = pack(kernel, 1, 1)
-    plan = ops.plan_conv(conv, packed, 20, 20, torch.float32)
+    layout = ops.lay_out_conv(conv, packed, 20, 20, torch.float32)
     results = []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             results.append(
                 [linear(x, weight, bias, kind, h, g, "gelu") for kind, h, g in (("rows", 16, 8), ("lanes", 1, 1))]
-                + [ops.conv2d(image, packed, plan, torch.zeros(64), "relu")]
+                + [ops.conv2d(image, packed, layout, torch.zeros(64), "relu")]
             )
     finally:
         torch.set_num_threads(before)

@@ -21,7 +21,7 @@ from spartan.inference.gpu import choice, ops
 from spartan.inference.gpu.layers import SemiStructuredLinear, TileLinear, two_of_four
 from spartan.inference.gpu.ops import LOADS, Launch
 from spartan.inference.gpu.tiles import Tiling, blocks_of, deal, group_rows, pack, unpack
-from spartan.inference.runtime import DenseLinear, SparseLinear
+from spartan.inference.runtime import DenseLinear, DeviceLinear
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [
@@ -175,8 +175,8 @@ def test_manners() -> None:
     layer = TileLinear(weight, bias, Tiling(32, 32, 32, 32), LAUNCH, "relu")
     x = torch.randn(5, 64, device=DEVICE)
     expected = layer(x)
-    assert isinstance(layer, SparseLinear)
-    assert (layer.in_features, layer.out_features) == (64, 96)
+    assert isinstance(layer, DeviceLinear)
+    assert (layer.inputs, layer.outputs) == (64, 96)
     assert torch.equal(copy.deepcopy(layer)(x), expected)
     assert torch.equal(layer.part(x, 32, 64), expected[:, 32:64])
     file = io.BytesIO()
@@ -279,7 +279,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("block", [16, 32])
 @torch.no_grad()
 def test_a_converted_vision_transformer(block: int) -> None:
-    from spartan.app.train.vision import timm
+    from spartan.zoo import timm
 
     model = timm().create_model("vit_tiny_patch16_224", img_size=32, embed_dim=64, depth=2, num_heads=2, num_classes=10)
     for module in model.modules():

@@ -255,7 +255,10 @@ def test_recipes(tmp_path: Path) -> None:
     assert write_report(tmp_path / "run").is_file()
     nested = ["method=powerprop", "method_args.method=topkast", "method_args.method_args.exploration=1e-4"]
     assert build_method(load_recipe("digits", nested)) == Powerprop(TopKAST(exploration=1e-4))
-    with pytest.raises(RecipeError, match="topkast has no setting 'explore'"):
+    says = (
+        r"method_args.explore=1: topkast has no such argument \(did you mean exploration\?\); accepted: .*exploration"
+    )
+    with pytest.raises(RecipeError, match=says):
         build_method(load_recipe("digits", [*nested[:2], "method_args.method_args.explore=1"]))
 
 

@@ -1,4 +1,4 @@
-"""What `spartan bench` measures: a model with dense layers beside the same model on sparse kernels, on this CPU."""
+"""Measures a model with dense layers beside the same model on sparse kernels, on this CPU: the work of `spartan bench`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from spartan.app.train.data import Data
-from spartan.app.trained import Trained
-from spartan.files.load import load
-from spartan.files.pack import save
-from spartan.inference.convert import Explanation, accelerate, explain
-from spartan.inference.onnx import export_onnx
+import spartan
+from spartan.app.train.data import Data, build_data
+from spartan.app.trained import CPU, Trained
+from spartan.wording import one_line
 
-Run = Callable[[Tensor], Any]
+if TYPE_CHECKING:
+    from spartan.inference.convert import Explanation
+
+Call = Callable[[Tensor], Any]
 Tell = Callable[[str], None]
 EAGER, COMPILED, OURS = "dense, eager", "dense, torch.compile", "spartan"
 ONNX, OPENVINO = "dense, ONNX Runtime", "dense, OpenVINO"
@@ -78,17 +79,17 @@ def bench(trained: Trained, batches: Sequence[int], rivals: Sequence[str], image
         path = trained.path
         if not trained.packed:
             path = Path(folder) / "packed.safetensors"
-            save(trained.model, path)
+            spartan.save(trained.model, path)
         result = Result(trained.dense_bytes, path.stat().st_size)
         # What a user gets: the file's tensors in the model's layers.
-        model = load(path, copy.deepcopy(trained.model), kernels="dense")
-        data = trained.data() if images else None
+        model = spartan.load(path, copy.deepcopy(trained.model), kernels="dense")
+        data = build_data(trained.config, CPU) if images and trained.config is not None else None
         fast = model
         for batch in batches:
             tell(f"batch {batch}: choosing kernels")
             x = trained.noise(batch)
-            fast = accelerate(model, example_inputs=x)
-            result.kernels[batch] = explain(fast)
+            fast = spartan.accelerate(model, example_inputs=x)
+            result.kernels[batch] = spartan.explain(fast)
             with _rivals(trained.model, x, rivals, Path(folder), tell) as runs:
                 tell(f"batch {batch}: timing")
                 result.seconds[batch] = measure(runs | {OURS: fast}, x)
@@ -97,7 +98,7 @@ def bench(trained: Trained, batches: Sequence[int], rivals: Sequence[str], image
     return result
 
 
-def measure(runs: Mapping[str, Run], x: Tensor, seconds: float = 1.0, rounds: int = 3) -> dict[str, float]:
+def measure(runs: Mapping[str, Call], x: Tensor, seconds: float = 1.0, rounds: int = 3) -> dict[str, float]:
     """The least time of a call by contender, who take turns so that a busy moment hits them all.
 
     Args:
@@ -143,15 +144,15 @@ def compare(model: nn.Module, fast: nn.Module, data: Data, images: int, tell: Te
 
 
 @contextmanager
-def _rivals(model: nn.Module, x: Tensor, names: Sequence[str], folder: Path, tell: Tell) -> Iterator[dict[str, Run]]:
-    runs: dict[str, Run] = {EAGER: model}
+def _rivals(model: nn.Module, x: Tensor, names: Sequence[str], folder: Path, tell: Tell) -> Iterator[dict[str, Call]]:
+    runs: dict[str, Call] = {EAGER: model}
     if COMPILED in names:
         tell(f"batch {len(x)}: torch.compile")
         runs[COMPILED] = torch.compile(model)
         try:
             runs[COMPILED](x)
         except Exception as error:  # no compiler, for one
-            raise ValueError(f"--compile: torch.compile fails here: {' '.join(str(error).split())[:300]}") from None
+            raise ValueError(f"--compile: torch.compile fails here: {one_line(error)[:300]}") from None
     if ONNX in names or OPENVINO in names:
         tell(f"batch {len(x)}: writing ONNX")
         with torch.inference_mode(False):
@@ -169,7 +170,7 @@ def write_onnx(model: nn.Module, path: Path, x: Tensor, dynamic_batch: bool = Tr
     """`export_onnx` without the exporter's warnings about torch itself, which a user can do nothing about."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return export_onnx(model, path, x, dynamic_batch=dynamic_batch)
+        return spartan.export_onnx(model, path, x, dynamic_batch=dynamic_batch)
 
 
 def onnx_runtime(path: Path) -> Callable[[Tensor], Tensor]:

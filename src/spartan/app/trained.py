@@ -1,21 +1,23 @@
-"""A trained model from a run folder or a file: what `spartan export`, `inspect --kernels` and `bench` work on."""
+"""Finds trained models in run folders and files, for `spartan evaluate`, `export`, `inspect --kernels` and `bench`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from spartan.app.train.config import Config, RecipeError
-from spartan.app.train.data import Data, build_data
-from spartan.app.train.runs import is_packed, load_trained
-from spartan.files.architecture import Unbuildable, build
-from spartan.files.load import check_memory, open_file, unpack_all
-from spartan.zoo import build_model
+from spartan.app.runs import read_run
+from spartan.app.train.config import Config, RecipeError, load_recipe
+from spartan.app.train.data import build_data
+from spartan.app.train.setup import build_model
+from spartan.files.load import build_named, check_memory, open_file, read, unpack_all
+from spartan.wording import one_line
 
 CPU = torch.device("cpu")
 
@@ -51,16 +53,12 @@ class Trained:
         weights = [t for t in self.model.state_dict().values() if t.ndim > 1 and t.is_floating_point()]
         return 1.0 - sum(int(t.count_nonzero()) for t in weights) / max(1, sum(t.numel() for t in weights))
 
-    def data(self) -> Data | None:
-        """The images of its recipe; None without one."""
-        return None if self.config is None else build_data(self.config, CPU)
-
     def noise(self, batch: int) -> Tensor:
         """Inputs of the right shape."""
         return torch.randn(batch, *self.shape, generator=torch.Generator().manual_seed(0))
 
 
-def find(target: Path, recipe: str | None = None, sets: Sequence[str] = ()) -> Trained:
+def find_trained(target: Path, recipe: str | None = None, sets: Sequence[str] = ()) -> Trained:
     """The model of a finished run, or of a file; ValueError with the remedy where it cannot be built.
 
     A packed file says by itself which model it holds; a plain one needs the recipe.
@@ -88,19 +86,58 @@ def find(target: Path, recipe: str | None = None, sets: Sequence[str] = ()) -> T
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise RecipeError(f"the weights do not fit model {config.model}: {' '.join(str(error).split())}") from None
+        raise RecipeError(f"the weights do not fit model {config.model}: {one_line(error)}") from None
     return Trained(target.resolve().name.removesuffix(".safetensors"), path, packed, model.eval(), reference, config)
 
 
 def _by_file(path: Path) -> Trained:
     contents = open_file(path)
     check_memory(contents, None)
-    reference = contents.architecture
-    if reference is None:
-        raise RecipeError(f"{path} does not say which model its weights belong to; --recipe RECIPE does")
-    try:
-        model = build(reference, contents.shapes)
-    except Unbuildable as error:
-        raise RecipeError(f"{path}: {error}; --recipe RECIPE names the model") from None
+    model = build_named(contents, "--recipe RECIPE names the model")
     model.load_state_dict(unpack_all(contents))
-    return Trained(path.resolve().name.removesuffix(".safetensors"), path, True, model.eval(), dict(reference), None)
+    reference = dict(contents.architecture or {})
+    return Trained(path.resolve().name.removesuffix(".safetensors"), path, True, model.float(), reference, None)
+
+
+def load_trained(
+    target: Path, recipe: str | None, sets: Sequence[str] = ()
+) -> tuple[Config, dict[str, Tensor], dict[str, Any] | None]:
+    """Recipe, weights and summary of a finished run; of a file of weights, with the recipe it needs and no summary."""
+    if not target.is_dir():
+        if recipe is None:
+            hint = "a file needs --recipe RECIPE" if target.is_file() else "there is no such run folder or file"
+            raise RecipeError(f"{target}: {hint}")
+        return load_recipe(recipe, sets), _load_weights(target), None
+    if recipe is not None:
+        raise RecipeError(f"--recipe: {target} is a run folder and has its own; use --set to change keys of it")
+    summary = read_run(target).summary
+    if summary is None:
+        raise ValueError(f"{target} is unfinished; continue it first: spartan train --resume {target}")
+    return load_recipe(target / "recipe.yaml", sets), _load_weights(target / "model.safetensors"), summary
+
+
+def _load_weights(file: Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors file, packed by `spartan.save` or plain."""
+    return read(file) if is_packed(file) else load_file(file)
+
+
+def is_packed(file: Path) -> bool:
+    """Whether `spartan.save` wrote a .safetensors file; ValueError where it is none."""
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}")
+    try:
+        with safe_open(file, "pt") as opened:
+            return "spartan.version" in (opened.metadata() or {})
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read as safetensors: {error}") from None
+
+
+def count_nonzero(weights: Mapping[str, Tensor], summary: Mapping[str, Any] | None) -> tuple[int, int, str]:
+    """Nonzero and all of the weights that a run counted; without its summary, of the tensors that can be sparse."""
+    sizes = {name: (int((w != 0).sum()), w.numel()) for name, w in weights.items() if w.ndim > 1}
+    if summary is None:
+        kind = "weights in tensors of 2 or more dimensions"
+        return sum(n for n, _ in sizes.values()), sum(n for _, n in sizes.values()), kind
+    counted = [sizes[layer["name"]] for layer in summary["layers"]]
+    zeros, total = sum(size - nonzero for nonzero, size in counted), int(summary["parameters"])
+    return total - zeros, total, "counted weights"

@@ -1,4 +1,4 @@
-"""References to architectures: what a file says about the model whose weights it holds.
+"""Builds models from references: what a file says about the model whose weights it holds.
 
 A reference is a name and plain numbers. To build a model for one never runs code that the file names, takes no memory that
 the file's tensors do not account for, and fetches nothing: names of torchvision, timm and this library only, arguments
@@ -7,13 +7,15 @@ that are known to be sizes and rates only, and first without memory, to compare 
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from spartan.wording import one_line
+from spartan.zoo import WRN, Shape, build_model
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -26,7 +28,6 @@ _COUNTS = {"depth", "num_layers"}
 _RATES = {"drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate", "dropout", "attention_dropout"}
 _RATES |= {"stochastic_depth_prob", "mlp_ratio"}
 _NAME = re.compile(r"(torchvision/|timm/)?[A-Za-z0-9_.-]+")
-_WRN = re.compile(r"wrn-(\d+)-(\d+)")
 
 
 class Unbuildable(ValueError):
@@ -43,9 +44,7 @@ def reference_of(
             raise ValueError(
                 f"architecture={architecture!r}; a name, or a dict with model and any of classes, shape and args, is needed"
             )
-        if ":" not in given["model"] and not _unsafe(
-            given
-        ):  # else it is a note to the reader, and load asks for a model
+        if not _why_unsafe(given):  # else it is a note to the reader, and load asks for a model
             try:
                 build(given, shapes, real=False)
             except Unbuildable as error:
@@ -78,29 +77,25 @@ def build(reference: Mapping[str, Any], shapes: Shapes, real: bool = True) -> nn
         Traceback (most recent call last):
         spartan.files.architecture.Unbuildable: digits-cnn has 19 tensors that the file lacks, such as 1.weight
     """
-    name, classes, shape, arguments = _checked(reference, len(shapes))
-    try:
-        # By name: the application lies above this layer, and its requirements may not be installed.
-        models = importlib.import_module("spartan.zoo")
-        config = importlib.import_module("spartan.app.train.config").Config(model=name, model_args=arguments)
-    except ImportError as error:
-        raise Unbuildable(f"{name} needs {error.name}: pip install 'spartan-sparsity[app,vision]'") from None
+    name, classes, shape, arguments = _parse_reference(reference, len(shapes))
     try:
         with torch.random.fork_rng(devices=[]):
             with torch.device("meta"):
-                model: nn.Module = models.build_model(config, classes, shape)
-            _compare(name, {key: tuple(t.shape) for key, t in model.state_dict().items()}, shapes)
+                model = build_model(name, classes, shape, arguments)
+            difference = differences({key: tuple(t.shape) for key, t in model.state_dict().items()}, shapes)
+            if difference:
+                raise Unbuildable(f"{name} {difference}")
             if real:
                 with torch.device("cpu"):
-                    model = models.build_model(config, classes, shape)
+                    model = build_model(name, classes, shape, arguments)
     except Unbuildable:
         raise
     except Exception as error:  # others' constructors raise anything at sizes that they do not expect
-        raise Unbuildable(f"{name} cannot be built: {' '.join(str(error).split())[:200]}") from None
+        raise Unbuildable(f"{name} cannot be built: {one_line(error)[:200]}") from None
     return model
 
 
-def _unsafe(reference: Mapping[str, Any]) -> str | None:
+def _why_unsafe(reference: Mapping[str, Any]) -> str | None:
     """Why a model is not built on a file's word; None if it may be."""
     if ":" in str(reference.get("model")):
         return "names a function, which is not called on a file's word"
@@ -109,9 +104,9 @@ def _unsafe(reference: Mapping[str, Any]) -> str | None:
     return f"sets {', '.join(unknown)[:80]}, which a file may not" if unknown else None
 
 
-def _checked(reference: Mapping[str, Any], tensors: int) -> tuple[str, int, tuple[int, int, int], dict[str, Any]]:
+def _parse_reference(reference: Mapping[str, Any], tensors: int) -> tuple[str, int, Shape, dict[str, Any]]:
     """The parts of a reference, each of its type and within what a model of so many tensors can need."""
-    reason = _unsafe(reference)
+    reason = _why_unsafe(reference)
     if reason:
         raise Unbuildable(f"the reference {reason}")
     name, arguments = reference.get("model"), reference.get("args", {})
@@ -126,17 +121,11 @@ def _checked(reference: Mapping[str, Any], tensors: int) -> tuple[str, int, tupl
     if not all(type(rate) in (int, float) and 0 <= rate < 100 for rate in rates):
         raise Unbuildable(f"{name} has arguments that are not rates")
     # A layer has a tensor at least: more layers than tensors do not fit, and would take long to build.
-    wrn = _WRN.fullmatch(name)
+    wrn = WRN.fullmatch(name)
     depths = [value for key, value in arguments.items() if key in _COUNTS] + ([int(wrn[1])] if wrn else [])
     if max(depths, default=0) > tensors or (wrn and len(name) > 20):
         raise Unbuildable(f"{name} has more layers than the file has tensors")
     return name, classes, (shape[0], shape[1], shape[2]), dict(arguments)
-
-
-def _compare(name: str, model: Shapes, file: Shapes) -> None:
-    difference = differences(model, file)
-    if difference:
-        raise Unbuildable(f"{name} {difference}")
 
 
 def differences(model: Shapes, file: Shapes) -> str | None:

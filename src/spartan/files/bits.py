@@ -1,4 +1,4 @@
-"""Bits in bytes, without loops: eight at a time, the first in the lowest place."""
+"""Packs bits into bytes without loops: eight at a time, the first in the lowest place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def unpack(data: Tensor) -> Tensor:
 
 def pack_numbers(numbers: Tensor, width: int) -> Tensor:
     """Numbers below 2^width as `width` rows of bits: row j holds bit j of all of them."""
-    return torch.cat([pack((numbers >> j & 1).bool()) for j in range(width)]) if width else _nothing()
+    rows = [pack((numbers >> j & 1).bool()) for j in range(width)]
+    return torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
 
 
 def unpack_numbers(data: Tensor, count: int, width: int) -> Tensor:
@@ -53,7 +54,3 @@ def check_padding(flags: Tensor, count: int) -> None:
     """Refuse bits after the last one that counts: a file has one reading."""
     if bool(flags[count:].any()):
         raise ValueError("bits are set behind the last one")
-
-
-def _nothing() -> Tensor:
-    return torch.empty(0, dtype=torch.uint8)

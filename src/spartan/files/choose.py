@@ -1,4 +1,4 @@
-"""Which code is smallest for a tensor: dense, or mask, gaps (of entries or of blocks) or N:M."""
+"""Chooses the code that is smallest for a tensor: dense, or mask, gaps (of entries or of blocks) or N:M."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spartan.files import codes, nm
+from spartan.files.bits import byte_count
 from spartan.problem.patterns import Pattern
 from spartan.problem.patterns.block import Block
 
@@ -119,8 +120,8 @@ def _units(kept: Tensor, units: int, itemsize: float, h: int, w: int) -> tuple[f
     """Bytes, code and positions for units of h × w entries."""
     values = kept.numel() * h * w * itemsize
     coded, k = codes.gaps_size(codes.gaps_of(kept), units)
-    if codes.mask_size(units) <= coded:
-        return values + codes.mask_size(units), Code("mask", h, w), kept
+    if byte_count(units) <= coded:
+        return values + byte_count(units), Code("mask", h, w), kept
     return values + coded, Code("gaps", h, w, k), kept
 
 
@@ -199,9 +200,6 @@ def _groups(support: Tensor, count: int, itemsize: float, beat: float) -> Iterat
                 continue
             masks = nm.masks(flat, m)
             n, groups = nm.most(masks, m), masks.numel()
-            if 0 < n < m and groups * n * itemsize + nm.size(groups, n, m) < beat:
-                yield (
-                    groups * n * itemsize + nm.size(groups, n, m),
-                    Code("nm", n=n, m=m, inputs_last=inputs_last),
-                    masks,
-                )
+            size = groups * n * itemsize + nm.size(groups, n, m)
+            if 0 < n < m and size < beat:
+                yield size, Code("nm", n=n, m=m, inputs_last=inputs_last), masks

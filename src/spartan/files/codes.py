@@ -1,4 +1,4 @@
-"""Codes for which of n units are kept: one bit each, or the gaps between them in a Golomb–Rice code.
+"""Writes which of n units are kept: one bit each, or the gaps between them in a Golomb–Rice code.
 
 The bound. To say which c of n units are kept takes log₂ C(n, c) ≤ n·H(c/n) bits, H(p) = −p log₂ p − (1−p) log₂(1−p), and
 their values take c·b bits.
@@ -41,17 +41,7 @@ def bound(n: int, kept: int, bits: int) -> float:
     return kept * bits + entropy(n, kept)
 
 
-def log2_choices(m: int, n: int) -> float:
-    """log₂ C(m, n): the bits of one choice of n among m."""
-    return math.log2(math.comb(m, n))
-
-
 # ---------------------------------------------------------------------- one bit each
-
-
-def mask_size(n: int) -> int:
-    """Bytes of the mask of n units."""
-    return byte_count(n)
 
 
 def encode_mask(kept: Tensor, n: int) -> Tensor:
@@ -67,8 +57,8 @@ def encode_mask(kept: Tensor, n: int) -> Tensor:
 
 def decode_mask(data: Tensor, n: int, count: int) -> Tensor:
     """The positions of `encode_mask`; ValueError where the bytes are not the mask of `count` of n units."""
-    if data.numel() != mask_size(n):
-        raise ValueError(f"a mask of {n} units takes {mask_size(n)} bytes, not {data.numel()}")
+    if data.numel() != byte_count(n):
+        raise ValueError(f"a mask of {n} units takes {byte_count(n)} bytes, not {data.numel()}")
     flags = unpack(data)
     check_padding(flags, n)
     kept = flags.nonzero().squeeze(1)

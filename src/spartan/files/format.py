@@ -1,4 +1,4 @@
-"""The container: a safetensors file whose header says how its tensors are packed, with a checksum over all of it.
+"""Reads and writes the container: a safetensors file whose header says how its tensors are packed, and its checksum.
 
 A safetensors file is the header's length (8 bytes, little-endian), the header (JSON: for every tensor its dtype, shape and
 place; under `__metadata__` strings), and the data. Ours has these strings besides `format`:
@@ -33,6 +33,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from spartan.disk import replace_file
+
 VERSION = 1
 VALUES, BYTES = "spartan:values:", "spartan:bytes"
 _LARGEST_HEADER = 100_000_000  # safetensors' own limit
@@ -52,8 +54,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor of the container: dtype, shape and place among the data."""
+class StoredTensor:
+    """One tensor of the container: its dtype, its shape, and where among the data its bytes are."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -67,7 +69,7 @@ class Container:
 
     path: Path
     size: int
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
     data: Tensor
 
@@ -128,55 +130,19 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         raise ValueError(f"{path}: the header would take {len(text):,} bytes; safetensors allows {_LARGEST_HEADER:,}")
     digest = hashlib.sha256(text)
     for name in order:
-        digest.update(_memory(tensors[name]))
+        digest.update(_bytes_of(tensors[name]))
     text = text.replace((_SHA256 + _BLANK).encode(), (_SHA256 + digest.hexdigest()).encode(), 1)
-    parts = [len(text).to_bytes(8, "little"), text, *(_memory(tensors[name]) for name in order)]
-    _write_atomically(path, parts)
+    try:
+        replace_file(path, len(text).to_bytes(8, "little"), text, *(_bytes_of(tensors[name]) for name in order))
+    except OSError as error:
+        kept = "; the file that was there is unchanged" if path.is_file() else ""
+        raise RuntimeError(f"{path} could not be written: {error.strerror or error}{kept}") from error
     return 8 + len(text) + end
 
 
-def _memory(tensor: Tensor) -> Any:
+def _bytes_of(tensor: Tensor) -> Any:
     """The tensor's bytes, in place; they live as long as it does."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
-
-
-def _write_atomically(path: Path, parts: Sequence[Any]) -> None:
-    """A file beside the old one, flushed to the disk, and only then in its place."""
-    target = Path(os.path.realpath(path))  # through a link to what it points at
-    aside = target.with_name(f".{target.name[:200]}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-    try:
-        if target.is_dir():
-            raise IsADirectoryError(f"{target} is a folder")
-        try:
-            with aside.open("xb") as file:
-                for part in parts:
-                    file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-            if target.exists():
-                aside.chmod(target.stat().st_mode & 0o777)
-            aside.replace(target)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        kept = "; the file that was there is unchanged" if target.is_file() else ""
-        raise RuntimeError(f"{path} could not be written: {error.strerror or error}{kept}") from error
-    _sync_folder(target.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name last; some file systems refuse, and then have no need of it."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
 
 
 # ---------------------------------------------------------------------- reading
@@ -212,13 +178,15 @@ def _read(path: Path, file: BinaryIO) -> Container:
     # A plain file of another library is no mistake of its writer's: say so before looking for damage.
     _check_version(metadata)
     entries = _entries(header, size - 8 - length)
-    _check_digest_field(text, metadata)
+    digest = metadata.get("spartan.sha256", "")
+    if len(digest) != 64 or text.count((_SHA256 + digest).encode(errors="replace")) != 1:
+        raise ValueError("is damaged: it has no checksum")
     data = bytearray(size - 8 - length)
     if file.readinto(data) != len(data):  # type: ignore[attr-defined]
         raise ValueError("is cut off")
-    digest = hashlib.sha256(text.replace((_SHA256 + metadata["spartan.sha256"]).encode(), (_SHA256 + _BLANK).encode()))
-    digest.update(data)
-    if digest.hexdigest() != metadata["spartan.sha256"]:
+    found = hashlib.sha256(text.replace((_SHA256 + digest).encode(), (_SHA256 + _BLANK).encode()))
+    found.update(data)
+    if found.hexdigest() != digest:
         raise ValueError("is damaged: its contents do not have the checksum that it names")
     flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     return Container(path, size, entries, metadata, flat)
@@ -257,7 +225,7 @@ def _check_version(metadata: Mapping[str, str]) -> None:
         raise ValueError(f"has format version {version}, and this library reads up to {VERSION}: install a newer one")
 
 
-def _entries(header: Mapping[str, Any], size: int) -> dict[str, Entry]:
+def _entries(header: Mapping[str, Any], size: int) -> dict[str, StoredTensor]:
     """Every tensor's place; together they fill the data without holes or overlaps."""
     entries = {}
     for name, item in header.items():
@@ -267,7 +235,7 @@ def _entries(header: Mapping[str, Any], size: int) -> dict[str, Entry]:
                 raise ValueError("its size is not that of its shape")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"is damaged: the header's {_short(name)} is malformed ({_short(error)})") from None
-        entries[name] = Entry(dtype, shape, begin, end)
+        entries[name] = StoredTensor(dtype, shape, begin, end)
     place = 0
     for name, entry in sorted(entries.items(), key=lambda pair: (pair[1].begin, pair[1].end)):
         if entry.begin != place:
@@ -277,12 +245,6 @@ def _entries(header: Mapping[str, Any], size: int) -> dict[str, Entry]:
         what = "cut off" if place > size else "damaged"
         raise ValueError(f"is {what}: the header claims {place:,} bytes of data, and the file has {size:,}")
     return entries
-
-
-def _check_digest_field(text: bytes, metadata: Mapping[str, str]) -> None:
-    digest = metadata.get("spartan.sha256", "")
-    if len(digest) != 64 or text.count((_SHA256 + digest).encode(errors="replace")) != 1:
-        raise ValueError("is damaged: it has no checksum")
 
 
 def _check_machine() -> None:

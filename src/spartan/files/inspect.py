@@ -1,14 +1,14 @@
-"""What `spartan inspect FILE` prints: what is in a packed file, and how near its size is to the information bound."""
+"""Describes a packed file: what is in it, and how near its size is to the information bound."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 
-from torch import nn
-
 from spartan.files import codes
-from spartan.files.load import Spec, load, open_file
+from spartan.files.load import Spec, open_file
+from spartan.wording import aligned
 
 
 def bound_bytes(spec: Spec) -> float:
@@ -22,7 +22,7 @@ def bound_bytes(spec: Spec) -> float:
         return float(spec.nbytes)
     if spec.code.name == "nm":
         groups = spec.count // spec.code.m
-        return (spec.kept * bits + groups * codes.log2_choices(spec.code.m, spec.code.n)) / 8
+        return (spec.kept * bits + groups * math.log2(math.comb(spec.code.m, spec.code.n))) / 8
     unit = spec.code.h * spec.code.w
     return codes.bound(spec.count // unit, spec.kept // unit, unit * bits) / 8
 
@@ -46,7 +46,8 @@ def inspect(path: str | os.PathLike[str]) -> str:
     container, specs = contents.container, contents.specs
     dense = sum(spec.nbytes for spec in specs.values())
     bound = sum(map(bound_bytes, specs.values()))
-    reference = contents.architecture
+    reference, over = contents.architecture, container.size / max(1.0, bound) - 1
+    larger = "larger" if over > 0 else "smaller"
     facts = [
         (
             "file",
@@ -56,7 +57,7 @@ def inspect(path: str | os.PathLike[str]) -> str:
         ("pattern", container.metadata.get("spartan.pattern", "not named")),
         ("sparsity", _sparsity(container.metadata.get("spartan.sparsity", ""))),
         ("dense", f"{dense:,} bytes, {dense / container.size:.2f} times the file"),
-        ("bound", f"{bound:,.0f} bytes if values are random bits; the file is {_over(container.size, bound)}"),
+        ("bound", f"{bound:,.0f} bytes if values are random bits; the file is {abs(over):.2%} {larger}"),
     ]
     facts += [("tied", f"{alias} is {name}") for alias, name in contents.aliases.items()]
     rows = [["tensor", "shape", "dtype", "code", "kept", "bytes", "bound", "over"]]
@@ -72,20 +73,9 @@ def inspect(path: str | os.PathLike[str]) -> str:
     if small:
         count = f"{sum(spec.count for spec in small):,}"
         rows.append([f"{len(small)} others", count, "", "", "", *_sizes(small)])
-    text = "\n".join([f"{key:<13} {value}" for key, value in facts] + ["", *_table(rows)])
+    text = "\n".join([f"{key:<13} {value}" for key, value in facts] + ["", *aligned(rows, left=4)])
     # Names come from the file: nothing of them may steer a terminal.
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-
-
-def inspect_kernels(path: str | os.PathLike[str], model: nn.Module | None = None, kernels: str = "auto") -> str:
-    """Which kernel runs each layer of the file's model on this machine, and why: a line for each.
-
-    The arguments are those of `load`; the layers are measured if they have not been before.
-    """
-    from spartan.inference.convert import accelerate, explain
-
-    fast = accelerate(load(path, model, kernels="dense"), kernels=kernels)
-    return "\n".join(map(str, explain(fast)))
 
 
 def _sizes(specs: list[Spec]) -> list[str]:
@@ -93,24 +83,8 @@ def _sizes(specs: list[Spec]) -> list[str]:
     return [f"{stored:,}", f"{bound:,.0f}", f"{stored / bound - 1:+.1%}" if bound else ""]
 
 
-def _over(size: int, bound: float) -> str:
-    ratio = size / max(1.0, bound) - 1
-    return f"{abs(ratio):.2%} {'larger' if ratio > 0 else 'smaller'}"
-
-
 def _sparsity(text: str) -> str:
     try:
         return f"{float(text):.4%} of the weights in tensors of 2 or more dimensions"
     except ValueError:
         return "not named"
-
-
-def _table(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    left = 4  # names to the left, numbers to the right
-    return [
-        "  ".join(
-            c.ljust(n) if i < left else c.rjust(n) for i, (c, n) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

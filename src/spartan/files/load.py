@@ -1,4 +1,4 @@
-"""`spartan.load`: the model of a packed file, and `read`: its tensors."""
+"""Loads packed files: the model (`spartan.load`), or its tensors (`read`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from spartan.files import codes, format, nm
 from spartan.files.architecture import Unbuildable, build, differences
 from spartan.files.choose import Code, matrix
-from spartan.files.values import Squeezed, unsqueeze
+from spartan.files.values import CodedValues, decode_values
 from spartan.files.values import check as check_code
 from spartan.problem.targets import clean_name, unwrap
 
@@ -111,7 +111,7 @@ def load(
     contents = open_file(path)
     if model is None:
         check_memory(contents, max_bytes)
-        model = _build(contents)
+        model = build_named(contents, f"build the model and pass it: load({str(path)!r}, model)")
     names = {clean_name(name): name for name in unwrap(model).state_dict()}
     _check_fit(contents, unwrap(model))
     tensors = unpack_all(contents)
@@ -143,18 +143,18 @@ def open_file(path: str | os.PathLike[str]) -> Contents:
     with torch.device("cpu"):  # whatever the default is
         container = format.read(Path(path))
     try:
-        return _contents(container)
+        return _parse_contents(container)
     except ValueError as error:
         raise ValueError(f"{path}: is damaged: {error}") from None
 
 
-def _contents(container: format.Container) -> Contents:
+def _parse_contents(container: format.Container) -> Contents:
     specs: dict[str, Spec] = {}
     # How much of each pool the tensors so far take: their places are nowhere but in their order.
     used = {name: 0 for name in container.entries if name == format.BYTES or name.startswith(format.VALUES)}
     for name, item in format.parse_metadata(container, "spartan.tensors").items():
         try:
-            specs[name] = _spec(item, used)
+            specs[name] = _parse_item(item, used)
         except ValueError as error:
             raise ValueError(f"{ascii(name)[:80]} is malformed ({str(error)[:120]})") from None
     for name, entry in container.entries.items():
@@ -174,13 +174,11 @@ def _contents(container: format.Container) -> Contents:
     return Contents(container, specs, aliases, format.parse_metadata(container, "spartan.architecture") or None)
 
 
-def _spec(item: Any, used: dict[str, int]) -> Spec:
+def _parse_item(item: Any, used: dict[str, int]) -> Spec:
     """How a packed tensor is stored, every number within what its shape allows; `used` goes on by what it takes."""
     if not isinstance(item, list) or len(item) not in (5, 8):
         raise ValueError("it has no code, shape, dtype and counts")
-    text, shape, dtype_name, kept, index_bytes, value_bytes, k, exponents = (
-        item if len(item) == 8 else [*item, 0, 0, None]
-    )
+    text, shape, dtype_name, kept, index_bytes, value_bytes, k, exponents = [*item, 0, 0, None][:8]
     code, total = Code.parse(text), format.count_of(shape)
     dtype = format.DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
     pool = f"{format.VALUES}{dtype_name}"
@@ -233,15 +231,15 @@ def _check_fit(contents: Contents, model: nn.Module) -> None:
             )
 
 
-def _build(contents: Contents) -> nn.Module:
-    """The model that the file refers to, in the file's dtypes."""
+def build_named(contents: Contents, remedy: str) -> nn.Module:
+    """The model that a file names, untrained, in the file's dtypes; ValueError with the remedy where it names none."""
     path, reference = contents.container.path, contents.architecture
     if reference is None:
-        raise ValueError(f"{path} does not say which model its weights belong to; pass it: load({str(path)!r}, model)")
+        raise ValueError(f"{path} does not say which model its weights belong to; {remedy}")
     try:
         model = build(reference, contents.shapes)
     except Unbuildable as error:
-        raise ValueError(f"{path}: {error}; build the model and pass it: load({str(path)!r}, model)") from None
+        raise ValueError(f"{path}: {error}; {remedy}") from None
     for name, tensor in model.state_dict(keep_vars=True).items():
         tensor.data = tensor.data.to(contents.specs[contents.aliases.get(name, name)].dtype)
     return model.eval()
@@ -271,7 +269,7 @@ def _values(container: format.Container, spec: Spec) -> Tensor:
     if spec.exponents is None:
         return container.flat(f"{format.VALUES}{format.dtype_name(spec.dtype)}", spec.values_at, spec.kept)
     data = container.flat(format.BYTES, spec.bytes_at + spec.index_bytes, spec.value_bytes)
-    return unsqueeze(Squeezed(spec.exponents, spec.k, data), spec.dtype, spec.kept)
+    return decode_values(CodedValues(spec.exponents, spec.k, data), spec.dtype, spec.kept)
 
 
 def unpack(shape: tuple[int, ...], code: Code, values: Tensor, index: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`spartan.save`: a model in one file, sparse tensors packed."""
+"""Saves a model in one file, its sparse tensors packed (`spartan.save`)."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ from torch import Tensor, nn
 from spartan.files import codes, format, nm
 from spartan.files.architecture import reference_of
 from spartan.files.choose import HEADER_BYTES, Code, choose, matrix
-from spartan.files.values import Squeezed, squeeze
-from spartan.problem.patterns import Pattern, check_pattern
+from spartan.files.values import CodedValues, encode_values
+from spartan.problem.patterns import Pattern, Unstructured, check_pattern
 from spartan.problem.patterns.block import Block
-from spartan.problem.patterns.unstructured import Unstructured
 from spartan.problem.targets import clean_name, unwrap
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedTensor:
     """A tensor in a code: its shape, the entries it keeps, and the bytes that say where they go."""
 
     shape: tuple[int, ...]
     code: Code
     values: Tensor
     index: Tensor
-    squeezed: Squeezed | None
+    coded: CodedValues | None
 
     @property
     def nbytes(self) -> int:
         """Bytes of values and index in the file."""
-        return (self.values.nbytes if self.squeezed is None else self.squeezed.data.nbytes) + self.index.nbytes
+        return (self.values.nbytes if self.coded is None else self.coded.data.nbytes) + self.index.nbytes
 
 
 def save(
@@ -81,12 +80,12 @@ def save(
     state, aliases = state_of(model)
     reference = reference_of(model, architecture, {name: tuple(t.shape) for name, t in state.items()})
     tensors: dict[str, Tensor] = {}
-    packed: dict[str, Packed] = {}
+    packed: dict[str, PackedTensor] = {}
     zeros = weights = 0
     for name, tensor in state.items():
         if name in aliases:
             continue
-        x = _plain(name, tensor, dtype)
+        x = _as_stored(name, tensor, dtype)
         with torch.device("cpu"):  # whatever the default is
             found = pack(x, pattern)
         if found is None:
@@ -100,8 +99,8 @@ def save(
         "format": "pt",
         "spartan.version": str(format.VERSION),
         "spartan.sparsity": f"{zeros / max(1, weights):.6g}",
-        "spartan.pattern": repr(pattern) if pattern is not None else _found(packed),
-        "spartan.tensors": _json({name: _spec(x) for name, x in packed.items()}),
+        "spartan.pattern": repr(pattern) if pattern is not None else _common_pattern(packed),
+        "spartan.tensors": _json({name: _header_item(x) for name, x in packed.items()}),
     }
     metadata |= {"spartan.aliases": _json(aliases)} if aliases else {}
     metadata |= {"spartan.architecture": _json(reference)} if reference else {}
@@ -116,7 +115,7 @@ def state_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     first: dict[tuple[Any, ...], str] = {}
     for full_name, tensor in model.state_dict().items():
         name = clean_name(full_name)
-        _check(name, tensor)
+        _check_storable(name, tensor)
         if tensor.numel():
             place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             if first.setdefault(place, name) != name:
@@ -125,7 +124,7 @@ def state_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return state, aliases
 
 
-def pack(x: Tensor, pattern: Pattern | None = None) -> Packed | None:
+def pack(x: Tensor, pattern: Pattern | None = None) -> PackedTensor | None:
     """A contiguous CPU tensor in its smallest code; None if that is to leave it dense.
 
     Example:
@@ -137,7 +136,7 @@ def pack(x: Tensor, pattern: Pattern | None = None) -> Packed | None:
     """
     bits = format.as_bits(x)
     chosen = choose(bits != 0, _bytes_each(bits.reshape(-1), x.dtype), x.nbytes, pattern)
-    packed = None if chosen is None else _packed(x, bits, *chosen)
+    packed = None if chosen is None else _encode(x, bits, *chosen)
     return packed if packed is not None and packed.nbytes + HEADER_BYTES < x.nbytes else None
 
 
@@ -145,18 +144,18 @@ def _bytes_each(bits: Tensor, dtype: torch.dtype) -> float:
     """About what a kept value takes in the file, from a sample of them."""
     sample = bits[:: max(1, bits.numel() // 65_536)]
     values = sample[sample != 0].view(dtype)
-    squeezed = squeeze(values)
-    return float(dtype.itemsize) if squeezed is None else squeezed.data.numel() / values.numel()
+    coded = encode_values(values)
+    return float(dtype.itemsize) if coded is None else coded.data.numel() / values.numel()
 
 
-def _packed(x: Tensor, bits: Tensor, code: Code, kept: Tensor) -> Packed:
+def _encode(x: Tensor, bits: Tensor, code: Code, kept: Tensor) -> PackedTensor:
     """A tensor in a code that `choose` gave, with what it keeps."""
     shape = tuple(x.shape)
     if code.name == "nm":
         index, kept = nm.encode(kept, code.n, code.m)
         source = bits.movedim(1, -1) if code.inputs_last else bits
         values = source.reshape(-1).index_select(0, kept).view(x.dtype)
-        return Packed(shape, code, values, index, squeeze(values))
+        return PackedTensor(shape, code, values, index, encode_values(values))
     rows, columns = matrix(shape)
     if code.h == code.w == 1:
         values = bits.reshape(-1).index_select(0, kept)
@@ -168,41 +167,39 @@ def _packed(x: Tensor, bits: Tensor, code: Code, kept: Tensor) -> Packed:
         index = codes.encode_mask(kept, x.numel() // (code.h * code.w))
     else:
         index = codes.encode_gaps(codes.gaps_of(kept), code.k)
-    return Packed(shape, code, values.view(x.dtype), index, squeeze(values.view(x.dtype)))
+    return PackedTensor(shape, code, values.view(x.dtype), index, encode_values(values.view(x.dtype)))
 
 
-def _spec(packed: Packed) -> list[Any]:
+def _header_item(packed: PackedTensor) -> list[Any]:
     """What the header says about a packed tensor."""
     dtype = format.dtype_name(packed.values.dtype)
     spec = [str(packed.code), list(packed.shape), dtype, packed.values.numel(), packed.index.numel()]
-    coded = packed.squeezed
+    coded = packed.coded
     return spec if coded is None else [*spec, coded.data.numel(), coded.k, list(coded.exponents)]
 
 
-def _pools(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
+def _pools(packed: Mapping[str, PackedTensor]) -> dict[str, Tensor]:
     """What all packed tensors need: their plain values, by dtype, and their bytes, as one tensor each."""
     pools: dict[str, list[Tensor]] = {}
     for x in packed.values():
         pools.setdefault(format.BYTES, []).append(x.index)
-        if x.squeezed is not None:
-            pools[format.BYTES].append(x.squeezed.data)
+        if x.coded is not None:
+            pools[format.BYTES].append(x.coded.data)
         else:
             pools.setdefault(f"{format.VALUES}{format.dtype_name(x.values.dtype)}", []).append(format.as_bits(x.values))
     dtypes = {f"{format.VALUES}{name}": dtype for name, dtype in format.DTYPES.items()} | {format.BYTES: torch.uint8}
     return {name: torch.cat(parts).view(dtypes[name]) for name, parts in pools.items()}
 
 
-def _found(packed: Mapping[str, Packed]) -> str:
+def _common_pattern(packed: Mapping[str, PackedTensor]) -> str:
     """The pattern of the packed weights, if it is one and the same."""
-    weights = [x for x in packed.values() if len(x.shape) > 1 and x.values.numel()]
-    kinds = {_pattern(x.code) for x in weights}
+    kinds = set()
+    for code in (x.code for x in packed.values() if len(x.shape) > 1 and x.values.numel()):
+        if code.name == "nm":
+            kinds.add(f"NM(n={code.n}, m={code.m})")
+        else:
+            kinds.add(repr(Unstructured() if code.h == code.w == 1 else Block(code.h, code.w)))
     return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "dense"
-
-
-def _pattern(code: Code) -> str:
-    if code.name == "nm":
-        return f"NM(n={code.n}, m={code.m})"
-    return repr(Unstructured() if code.h == code.w == 1 else Block(code.h, code.w))
 
 
 def _json(what: object) -> str:
@@ -215,7 +212,7 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError("the model runs sparse kernels: it is a copy made by load; save the model it was made from")
 
 
-def _check(name: str, tensor: object) -> None:
+def _check_storable(name: str, tensor: object) -> None:
     """Refuse what cannot be stored, with the remedy."""
     if not isinstance(tensor, Tensor):
         raise ValueError(
@@ -233,7 +230,7 @@ def _check(name: str, tensor: object) -> None:
         raise ValueError(f"{name} has dtype {tensor.dtype}, for which safetensors has no word; convert it first")
 
 
-def _plain(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _as_stored(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """The tensor in row-major order on the CPU, in the dtype asked for."""
     x = tensor.detach().to("cpu")
     # Conjugated and negated views are resolved, or their memory would be stored.

@@ -1,4 +1,4 @@
-"""A code for kept values: trained weights use few of their exponents, and most of them use two or three.
+"""Writes kept values in a code: trained weights use few of their exponents, and most of them use two or three.
 
 A float is a sign, an exponent and a mantissa. Signs and mantissas are close to random and are stored as they are. Exponents
 are not: the weights that pruning keeps lie between its threshold and a few times that. Numbered by how often they occur,
@@ -23,7 +23,7 @@ _HEADER_BYTES = 24  # of the numbers in the header, besides the exponents
 
 
 @dataclass(frozen=True)
-class Squeezed:
+class CodedValues:
     """Values in the code: their exponents in order of how often they occur, the code's parameter k, and the bytes."""
 
     exponents: tuple[int, ...]
@@ -31,15 +31,15 @@ class Squeezed:
     data: Tensor
 
 
-def squeeze(values: Tensor) -> Squeezed | None:
+def encode_values(values: Tensor) -> CodedValues | None:
     """Flat values in the code; None if that is not smaller than they are.
 
     Example:
         >>> values = torch.randn(10_000).clamp(min=0.5)
-        >>> squeezed = squeeze(values)
-        >>> round(8 * squeezed.data.numel() / 10_000, 1), squeezed.exponents
+        >>> coded = encode_values(values)
+        >>> round(8 * coded.data.numel() / 10_000, 1), coded.exponents
         (25.2, (126, 127, 128, 129))
-        >>> torch.equal(unsqueeze(squeezed, torch.float32, 10_000), values)
+        >>> torch.equal(decode_values(coded, torch.float32, 10_000), values)
         True
     """
     if values.dtype not in FIELDS or not values.numel():
@@ -62,26 +62,26 @@ def squeeze(values: Tensor) -> Squeezed | None:
         low.view(torch.uint8).reshape(count, 4)[:, :whole].reshape(-1),
         pack_numbers(low >> 8 * whole, rest),
     ]
-    return Squeezed(tuple(order.tolist()), k, torch.cat(parts))
+    return CodedValues(tuple(order.tolist()), k, torch.cat(parts))
 
 
-def unsqueeze(squeezed: Squeezed, dtype: torch.dtype, count: int) -> Tensor:
-    """The values of `squeeze`; ValueError where the bytes are not the code of `count` of them."""
+def decode_values(coded: CodedValues, dtype: torch.dtype, count: int) -> Tensor:
+    """The values of `encode_values`; ValueError where the bytes are not the code of `count` of them."""
     mantissa, exponent = FIELDS[dtype]
-    table = torch.tensor(squeezed.exponents)
-    coded = squeezed.data.numel() - _low_size(dtype, count)
-    if coded < 0:
-        raise ValueError(f"{count} values take more than {squeezed.data.numel()} bytes")
+    table = torch.tensor(coded.exponents)
+    split = coded.data.numel() - _low_size(dtype, count)  # where the exponents' code ends
+    if split < 0:
+        raise ValueError(f"{count} values take more than {coded.data.numel()} bytes")
     # A number counts as the gap before the next one, so that Σ (number + 1) units hold them all.
-    units = count * len(squeezed.exponents)
-    numbers = gaps_of(decode_gaps(squeezed.data[:coded], units, count, squeezed.k))
-    if count and int(numbers.max()) >= len(squeezed.exponents):
+    units = count * len(coded.exponents)
+    numbers = gaps_of(decode_gaps(coded.data[:split], units, count, coded.k))
+    if count and int(numbers.max()) >= len(coded.exponents):
         raise ValueError("a value has an exponent that is not listed")
     whole, rest = divmod(mantissa + 1, 8)
     bytes_of = torch.zeros(count, 4, dtype=torch.uint8)
-    bytes_of[:, :whole] = squeezed.data[coded : coded + count * whole].reshape(count, whole)
+    bytes_of[:, :whole] = coded.data[split : split + count * whole].reshape(count, whole)
     low = bytes_of.view(torch.int32).reshape(-1)
-    low |= (unpack_numbers(squeezed.data[coded + count * whole :], count, rest) << 8 * whole).int()
+    low |= (unpack_numbers(coded.data[split + count * whole :], count, rest) << 8 * whole).int()
     sign = (low >> mantissa) << (mantissa + exponent)
     bits = sign | (table[numbers].int() << mantissa) | (low & ((1 << mantissa) - 1))
     return bits.to(torch.int32 if dtype == torch.float32 else torch.int16).view(dtype)

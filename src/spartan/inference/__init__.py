@@ -1,4 +1,4 @@
-"""Models whose layers run sparse kernels, chosen by measurement; and ONNX."""
+"""Runs models on sparse kernels, chosen by measurement, and exports them to ONNX."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +10,9 @@ __all__ = ["accelerate", "explain", "export_onnx"]
 
 
 def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # They import torch's compiler, which takes a second.
-    if name in ("accelerate", "explain"):
-        from spartan.inference import convert
+    from spartan.inference import convert, onnx
 
-        return getattr(convert, name)
-    if name == "export_onnx":
-        from spartan.inference.onnx import export_onnx
-
-        return export_onnx
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(onnx if name == "export_onnx" else convert, name)

@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` with its projections as layers of their own, so that these may be sparse."""
+"""Computes `nn.MultiheadAttention` with its projections as layers of their own, so that these may be sparse."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spartan.inference.runtime import DenseLinear, InferenceLayer, SparseLinear
+from spartan.inference.runtime import DenseLinear, DeviceLinear, SparseLinear
 
 
 def convertible(attention: nn.MultiheadAttention) -> str:
@@ -33,8 +33,8 @@ class Attention(nn.Module):
         True
     """
 
-    in_proj: DenseLinear | SparseLinear
-    out_proj: DenseLinear | SparseLinear
+    in_proj: DenseLinear | SparseLinear | DeviceLinear
+    out_proj: DenseLinear | SparseLinear | DeviceLinear
     # Read by nn.TransformerEncoderLayer, which then leaves its own fused path.
     in_proj_bias = None
     _qkv_same_embed_dim = True
@@ -44,11 +44,8 @@ class Attention(nn.Module):
         reason = convertible(attention)
         if reason:
             raise ValueError(f"nn.MultiheadAttention with {reason} cannot be converted; leave it as it is")
-        self.embed_dim, self.num_heads, self.batch_first = (
-            attention.embed_dim,
-            attention.num_heads,
-            attention.batch_first,
-        )
+        self.embed_dim, self.num_heads = attention.embed_dim, attention.num_heads
+        self.batch_first = attention.batch_first
         self.in_proj = DenseLinear(attention.in_proj_weight, attention.in_proj_bias)
         self.out_proj = DenseLinear(attention.out_proj.weight, attention.out_proj.bias)
         self.eval()
@@ -82,7 +79,7 @@ class Attention(nn.Module):
         if same:
             projected = self.in_proj(inputs[0]).chunk(3, -1)
         else:
-            projected = tuple(_part(self.in_proj, t, i * e, (i + 1) * e) for i, t in enumerate(inputs))
+            projected = tuple(self.in_proj.part(t, i * e, (i + 1) * e) for i, t in enumerate(inputs))
         q, k, v = (t.unflatten(-1, (heads, e // heads)).transpose(1, 2) for t in projected)
         mask = self._mask(attn_mask, key_padding_mask, q)
         weights = None
@@ -116,10 +113,3 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))
     return mask.to(like.dtype)
-
-
-def _part(layer: InferenceLayer, x: Tensor, first: int, last: int) -> Tensor:
-    if isinstance(layer, SparseLinear):
-        return layer.part(x, first, last)
-    assert isinstance(layer, DenseLinear)
-    return F.linear(x, layer.weight[first:last], layer.bias[first:last])

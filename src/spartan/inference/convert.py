@@ -1,4 +1,4 @@
-"""Turn a sparse model into one that runs fast: layers on sparse kernels where they win on this machine."""
+"""Turns a sparse model into one that runs fast: puts layers on sparse kernels where they win on this machine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from spartan.inference import patches, pool
 from spartan.inference.attention import Attention, convertible
 from spartan.inference.cpu.choice import choose, sparse_layer
 from spartan.inference.cpu.ops import DTYPES as _CPU_DTYPES
-from spartan.inference.fuse import fuse, plain_conv, plain_linear
+from spartan.inference.fuse import fuse, plain_conv, plain_linear, replace_module
 from spartan.inference.gpu import choice as gpu
 from spartan.inference.gpu.ops import DTYPES as _GPU_DTYPES
-from spartan.inference.runtime import DenseConv2d, DenseLinear, InferenceLayer, SparseLinear
+from spartan.inference.runtime import DenseConv2d, DenseLinear, DeviceLinear, InferenceLayer, SparseLinear, arguments_of
 
 M = TypeVar("M", bound=nn.Module)
 # Shape and type of what a layer is given.
@@ -88,18 +88,18 @@ def accelerate(
     holder = nn.ModuleDict({"model": fast})  # so that a model which is one layer has a parent, too
     before = None if example_inputs is None else _call(fast, example_inputs)
     fuse(fast)
-    given = _expose(holder)
+    given = _make_replaceable(holder)
     shapes = {} if example_inputs is None else _shapes(holder, example_inputs)
     for name, layer in list(holder.named_modules()):
         if isinstance(layer, DenseLinear | DenseConv2d):
-            _decide(holder, name, layer, shapes.get(id(layer)), kernels)
-    _give_back(holder, given, shapes)
+            _choose_kernel(holder, name, layer, shapes.get(id(layer)), kernels)
+    _restore_unused(holder, given, shapes)
     fast = holder["model"]  # type: ignore[assignment]
     if before is not None:
         _compare(before, _call(fast, example_inputs))
     if kernels == "auto" and on == {"cuda"} and before is not None and _is_sparse(fast):
         plain = copy.deepcopy(model).eval().requires_grad_(False).to(next(fast.buffers()).device)
-        if not gpu.pays(lambda: _call(fast, example_inputs), lambda: _call(plain, example_inputs)):
+        if not gpu.is_faster(lambda: _call(fast, example_inputs), lambda: _call(plain, example_inputs)):
             for layer in plain.modules():
                 layer.chosen = _LAUNCHES  # type: ignore[assignment]
             return plain
@@ -118,62 +118,61 @@ def explain(model: nn.Module) -> list[Explanation]:
     for name, layer in model.named_modules():
         if isinstance(layer, InferenceLayer):
             found.append(Explanation(name or "the model", layer.kernel, layer.why))
-        elif isinstance(layer, nn.Linear | nn.Conv2d):
-            found.append(Explanation(name or "the model", "dense", getattr(layer, "chosen", "as it was given")))
-        elif isinstance(layer, nn.MultiheadAttention):
-            why = getattr(layer, "chosen", "") or convertible(layer) or "as it was given"
+        elif isinstance(layer, nn.Linear | nn.Conv2d | nn.MultiheadAttention):
+            refused = convertible(layer) if isinstance(layer, nn.MultiheadAttention) else ""
+            why = getattr(layer, "chosen", "") or refused or "as it was given"
             found.append(Explanation(name or "the model", "dense", why))
     return found
 
 
-def _expose(holder: nn.ModuleDict) -> dict[str, Any]:
+def _make_replaceable(holder: nn.ModuleDict) -> dict[str, Any]:
     """Every layer with zeros as a `DenseLinear` or `DenseConv2d`, which a sparse one may then replace.
 
-    Returns what `_give_back` needs: the attention and convolutions that were there, and the fused paths that were
+    Returns what `_restore_unused` needs: the attention and convolutions that were there, and the fused paths that were
     switched off.
     """
     given: dict[str, Any] = {}
     gpu_model = any(map(_on_gpu, holder.state_dict().values()))
     for name, module in list(holder.named_modules()):
-        parent, _, last = name.rpartition(".")
         layer: nn.Module | None = None
         if isinstance(module, nn.TransformerEncoderLayer):
             given[name] = module.activation_relu_or_gelu
             module.activation_relu_or_gelu = 0  # its fused path reads weights that are no longer there
-        if type(module) is nn.MultiheadAttention and not convertible(module) and _zeros(module.in_proj_weight):
+        if type(module) is nn.MultiheadAttention and not convertible(module) and _worth_a_kernel(module.in_proj_weight):
             given[name], layer = module, Attention(module)
-        elif (
-            isinstance(module, nn.Linear) and plain_linear(module) and _zeros(module.weight) and _owned(holder, parent)
-        ):
+        elif plain_linear(module) and _worth_a_kernel(module.weight):
+            # Attention that stays as it is reads its output projection's weight itself.
+            if isinstance(holder.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+                continue
             layer = DenseLinear(module.weight, module.bias)
         elif isinstance(module, nn.Conv2d) and (conv := plain_conv(module)):
             dense = DenseConv2d(module.weight, module.bias, conv)
             if gpu_model and _as_patches(dense):
                 given[name], layer = module, patches.PatchConv(dense)
-            elif _zeros(module.weight):
+            elif _worth_a_kernel(module.weight):
                 layer = dense
         elif gpu_model and isinstance(module, DenseConv2d) and _as_patches(module):
             given[name], layer = module, patches.PatchConv(module)
         elif isinstance(module, nn.MaxPool2d) and pool.convertible(module) and not gpu_model:
             layer = pool.MaxPool(module)
         if layer is not None:
-            setattr(holder.get_submodule(parent), last, layer)
+            replace_module(holder, name, layer)
     return given
 
 
 def _as_patches(conv: DenseConv2d) -> bool:
-    return patches.convertible(conv.conv) and conv.activation == "none" and _known(conv.weight)
+    return patches.convertible(conv.conv) and conv.activation == "none" and _has_kernel(conv.weight, conv.weight.dtype)
 
 
 def _is_sparse(model: nn.Module) -> bool:
-    return any(isinstance(module, SparseLinear) for module in model.modules())
+    return any(isinstance(module, SparseLinear | DeviceLinear) for module in model.modules())
 
 
 def _on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _give_back(holder: nn.ModuleDict, given: dict[str, Any], shapes: Mapping[int, Seen]) -> None:
+def _restore_unused(holder: nn.ModuleDict, given: dict[str, Any], shapes: Mapping[int, Seen]) -> None:
     """On a GPU, attention and transformer layers without a sparse kernel as they were: torch's fused paths are faster.
 
     Convolutions as well, where patches are no gain.
@@ -186,78 +185,63 @@ def _give_back(holder: nn.ModuleDict, given: dict[str, Any], shapes: Mapping[int
             if wins:
                 module.linear.why = times if module.linear.kernel == "dense" else f"{module.linear.why}; {times}"
             else:
-                parent, _, last = name.rpartition(".")
-                setattr(holder.get_submodule(parent), last, was)
+                replace_module(holder, name, was)
             continue
-        if not all(map(_on_gpu, module.state_dict().values())) or any(
-            isinstance(part, SparseLinear) for part in module.modules()
-        ):
+        if _is_sparse(module) or not all(map(_on_gpu, module.state_dict().values())):
             continue
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = was
         elif isinstance(module, Attention):
-            parent, _, last = name.rpartition(".")
             was.chosen = f"projections: {module.in_proj.why}"
-            setattr(holder.get_submodule(parent), last, was)
+            replace_module(holder, name, was)
 
 
-def _owned(holder: nn.ModuleDict, parent: str) -> bool:
-    """False inside attention that stays as it is: it reads its output projection's weight itself."""
-    return not isinstance(holder.get_submodule(parent), nn.MultiheadAttention)
+def _has_kernel(weight: Tensor, dtype: torch.dtype) -> bool:
+    return dtype in (_GPU_DTYPES if _on_gpu(weight) else _CPU_DTYPES)
 
 
-def _known(weight: Tensor) -> bool:
-    return weight.dtype in (_GPU_DTYPES if _on_gpu(weight) else _CPU_DTYPES)
-
-
-def _zeros(weight: Tensor) -> bool:
+def _worth_a_kernel(weight: Tensor) -> bool:
     # Fewer than this cannot pay.
-    return _known(weight) and float((weight == 0).float().mean()) >= 0.3
+    return _has_kernel(weight, weight.dtype) and float((weight == 0).float().mean()) >= 0.3
 
 
-def _decide(
-    holder: nn.ModuleDict,
-    name: str,
-    layer: DenseLinear | DenseConv2d,
-    seen: Seen | None,
-    kernels: str,
+def _choose_kernel(
+    holder: nn.ModuleDict, name: str, layer: DenseLinear | DenseConv2d, seen: Seen | None, kernels: str
 ) -> None:
-    if not _zeros(layer.weight):
-        layer.why = f"{float((layer.weight == 0).float().mean()):.1%} zeros: too few"
+    """Put the layer on the kernel that suits it, or leave it as it is, and note why."""
+    weight = layer.weight
+    if not _worth_a_kernel(weight):
+        layer.why = f"{float((weight == 0).float().mean()):.1%} zeros: too few"
         return
-    parent_name, _, last = name.rpartition(".")
-    parent = holder.get_submodule(parent_name)
-    conv = isinstance(layer, DenseConv2d)
-    tokens = _GPU_TOKENS if _on_gpu(layer.weight) else _TOKENS
-    shape: tuple[int, ...] = (
-        (1, layer.conv.channels, _SIDE, _SIDE) if isinstance(layer, DenseConv2d) else (tokens, layer.in_features)
-    )
-    shape, dtype = seen or (shape, layer.weight.dtype)
-    if dtype not in (_GPU_DTYPES if _on_gpu(layer.weight) else _CPU_DTYPES):
+    parent, _, last = name.rpartition(".")
+    if isinstance(layer, DenseConv2d):
+        usual: tuple[int, ...] = (1, layer.conv.channels, _SIDE, _SIDE)
+    else:
+        usual = (_GPU_TOKENS if _on_gpu(weight) else _TOKENS, weight.shape[1])
+    shape, dtype = seen or (usual, weight.dtype)
+    if not _has_kernel(weight, dtype):
         layer.why = f"no kernel for {dtype}"
         return
     chosen: InferenceLayer
-    if _on_gpu(layer.weight):
+    if _on_gpu(weight):
         if isinstance(layer, DenseConv2d):
             layer.why = "no sparse convolution for CUDA devices"
             return
         on_gpu, why = gpu.choose(layer, shape, dtype, kernels)
         chosen = layer if on_gpu is None else gpu.build(layer, on_gpu)
     else:
-        shape = (1, *shape) if conv and len(shape) == 3 else shape
-        kernel, why = choose(
-            layer, shape, dtype, kernels, parts=3 if isinstance(parent, Attention) and last == "in_proj" else 1
-        )
+        shape = (1, *shape) if isinstance(layer, DenseConv2d) and len(shape) == 3 else shape
+        projections = isinstance(holder.get_submodule(parent), Attention) and last == "in_proj"
+        kernel, why = choose(layer, shape, dtype, kernels, parts=3 if projections else 1)
         chosen = layer if kernel is None else sparse_layer(layer, kernel)
     chosen.why = why if seen else f"{why}; without example inputs"
-    setattr(parent, last, chosen)
+    replace_module(holder, name, chosen)
 
 
+@torch.inference_mode()
 def _call(model: nn.Module, inputs: Any) -> Any:
-    with torch.inference_mode():
-        if isinstance(inputs, Mapping):
-            return model(**inputs)
-        return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
+    args, kwargs = arguments_of(inputs)
+    return model(*args, **kwargs)
 
 
 def _shapes(holder: nn.ModuleDict, inputs: Any) -> dict[int, Seen]:

@@ -1,4 +1,4 @@
-"""Put batch norms, activations and residual sums into the layer before them.
+"""Puts batch norms, activations and residual sums into the layer before them.
 
 Every module that calls layers is looked at by itself, with the modules it calls as black boxes (a trace by torch.fx). What
 feeds only the next step is merged: convolution → batch norm → (+ residual) → activation, linear → activation. Where the
@@ -13,7 +13,7 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -34,14 +34,14 @@ class _Shallow(fx.Tracer):
         return True
 
 
-def plain_linear(module: nn.Module) -> bool:
+def plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether the module is `nn.Linear` in all but name."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and not _watched(module)
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and not _has_hooks(module)
 
 
 def plain_conv(module: nn.Module) -> Conv | None:
     """The constants of a 2-d convolution that pads with zeros, evenly; None for anything else."""
-    if not isinstance(module, nn.Conv2d) or type(module).forward is not nn.Conv2d.forward or _watched(module):
+    if not isinstance(module, nn.Conv2d) or type(module).forward is not nn.Conv2d.forward or _has_hooks(module):
         return None
     if module.padding == "valid":
         padding: tuple[int, ...] = (0, 0)
@@ -59,7 +59,7 @@ def plain_conv(module: nn.Module) -> Conv | None:
     return Conv(pairs[0], pairs[1], pairs[2], pairs[3], module.groups, module.in_channels)
 
 
-def _watched(module: nn.Module) -> bool:
+def _has_hooks(module: nn.Module) -> bool:
     parametrized = hasattr(module, "parametrizations")
     return parametrized or bool(module._forward_hooks or module._forward_pre_hooks)
 
@@ -86,7 +86,7 @@ def fold_batch_norm(weight: Tensor, bias: Tensor | None, norm: nn.BatchNorm2d) -
 
 def activation_of(module: nn.Module) -> str | None:
     """The name by which the kernels know an activation module."""
-    if _watched(module):
+    if _has_hooks(module):
         return None
     if type(module) is nn.GELU:
         return "gelu_tanh" if module.approximate == "tanh" else "gelu"
@@ -94,7 +94,7 @@ def activation_of(module: nn.Module) -> str | None:
 
 
 def _trace(module: nn.Module) -> fx.Graph | None:
-    if _watched(module) or isinstance(module, fx.GraphModule) or not any(True for _ in module.children()):
+    if _has_hooks(module) or isinstance(module, fx.GraphModule) or not any(True for _ in module.children()):
         return None
     if type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential):
         return None
@@ -115,7 +115,7 @@ class _Rewrite:
         self.calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
         self.rewritten = False
 
-    def alone(self, node: fx.Node) -> nn.Module | None:
+    def unshared(self, node: fx.Node) -> nn.Module | None:
         """The module the node calls, where nothing else calls it."""
         if node.op != "call_module" or self.calls[node.target] != 1 or node.kwargs or len(node.args) != 1:
             return None
@@ -126,40 +126,38 @@ class _Rewrite:
         """The one step that uses the node's result."""
         return next(iter(node.users)) if len(node.users) == 1 else None
 
-    def put(self, node: fx.Node, module: nn.Module) -> None:
-        _set(self.owner, str(node.target), module)
+    def replace(self, node: fx.Node, module: nn.Module) -> None:
+        replace_module(self.owner, str(node.target), module)
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
-            module = self.alone(node)
+            module = self.unshared(node)
             if module is None:
                 continue
-            conv = plain_conv(module)
-            if conv is not None:
+            if isinstance(module, nn.Conv2d) and (conv := plain_conv(module)):
                 self.merge_conv(node, module, conv)
             elif plain_linear(module):
                 self.merge_linear(node, module)
 
-    def merge_linear(self, node: fx.Node, module: nn.Module) -> None:
+    def merge_linear(self, node: fx.Node, module: nn.Linear) -> None:
         after = self.next(node)
         kind = self.take_activation(after)
         if after is None or kind is None:
             return
-        self.put(node, DenseLinear(module.weight, module.bias, kind))  # type: ignore[arg-type]
+        self.replace(node, DenseLinear(module.weight, module.bias, kind))
         self.drop(after, node)
 
-    def merge_conv(self, node: fx.Node, module: nn.Module, conv: Conv) -> None:
-        weight, bias = module.weight, module.bias
-        assert isinstance(weight, Tensor)
-        assert bias is None or isinstance(bias, Tensor)
+    def merge_conv(self, node: fx.Node, module: nn.Conv2d, conv: Conv) -> None:
+        weight: Tensor = module.weight
+        bias: Tensor | None = module.bias
         after = self.next(node)
-        norm = self.alone(after) if after is not None else None
-        if after is not None and type(norm) is nn.BatchNorm2d and norm.running_mean is not None and not _watched(norm):
+        norm = self.unshared(after) if after is not None else None
+        if after and type(norm) is nn.BatchNorm2d and norm.running_mean is not None and not _has_hooks(norm):
             weight, bias = fold_batch_norm(weight, bias, norm)
             self.drop(after, node)
             after = self.next(node)
         layer = DenseConv2d(weight, bias, conv)
-        self.put(node, layer)
+        self.replace(node, layer)
         source = node.args[0]
         if self.rewritable and after is not None and self.is_sum(after) and isinstance(source, fx.Node):
             other = next(a for a in after.args if a is not node)
@@ -178,10 +176,9 @@ class _Rewrite:
             self.drop(after, node)
 
     def is_sum(self, node: fx.Node) -> bool:
-        two = (
-            len(node.args) == 2 and all(isinstance(a, fx.Node) for a in node.args) and node.args[0] is not node.args[1]
-        )
-        return node.op == "call_function" and node.target in _SUMS and two and not node.kwargs
+        if node.op != "call_function" or node.target not in _SUMS or len(node.args) != 2 or node.kwargs:
+            return False
+        return all(isinstance(a, fx.Node) for a in node.args) and node.args[0] is not node.args[1]
 
     def take_activation(self, node: fx.Node | None) -> str | None:
         """The activation that the node computes, where it may be merged."""
@@ -190,7 +187,7 @@ class _Rewrite:
         if node.op == "call_module":
             module = self.owner.get_submodule(str(node.target))
             kind = activation_of(module)
-            return kind if len(node.args) == 1 and (self.rewritable or self.alone(node) is not None) else None
+            return kind if len(node.args) == 1 and (self.rewritable or self.unshared(node) is not None) else None
         if not self.rewritable or len(node.args) != 1:
             return None
         if node.op == "call_function" and not set(node.kwargs) - {"inplace"}:
@@ -199,8 +196,8 @@ class _Rewrite:
 
     def drop(self, node: fx.Node, before: fx.Node) -> None:
         """Remove a step whose work the layer before it now does."""
-        if self.alone(node) is not None:
-            self.put(node, nn.Identity())
+        if self.unshared(node) is not None:
+            self.replace(node, nn.Identity())
         else:
             self.rewritten = True
         node.replace_all_uses_with(before)
@@ -218,9 +215,10 @@ def fuse(model: nn.Module) -> None:
         rewrite.run()
         if rewrite.rewritten:
             graph.lint()
-            _set(model, name, fx.GraphModule(module, graph, class_name=type(module).__name__).eval())
+            replace_module(model, name, fx.GraphModule(module, graph, class_name=type(module).__name__).eval())
 
 
-def _set(root: nn.Module, name: str, module: nn.Module) -> None:
+def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Put another module in the place of the one that is called `name` below `root`."""
     parent, _, last = name.rpartition(".")
     setattr(root.get_submodule(parent), last, module)

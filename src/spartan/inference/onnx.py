@@ -1,4 +1,4 @@
-"""ONNX export: dense tensors with the zeros in them, for ONNX Runtime and whatever else reads the format."""
+"""Exports models to ONNX: dense tensors with the zeros in them, for ONNX Runtime and whatever else reads the format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spartan.inference.runtime import InferenceLayer
+from spartan.inference.runtime import InferenceLayer, arguments_of
 
 
 def export_onnx(
@@ -35,7 +35,7 @@ def export_onnx(
         raise ValueError(
             "model is an accelerated one, whose kernels ONNX does not know; export the model it was made from"
         )
-    args, kwargs = _inputs(example_inputs)
+    args, kwargs = arguments_of(example_inputs)
     shapes: tuple[Any, ...] | dict[str, Any] | None = None
     if dynamic_batch:
         # One name for all: inputs of one call share their batch.
@@ -55,14 +55,6 @@ def export_onnx(
     assert program is not None
     program.save(str(target))
     return target
-
-
-def _inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, Tensor):
-        return (example,), {}
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return tuple(example), {}
 
 
 def _batched(value: Any) -> bool:

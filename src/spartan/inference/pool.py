@@ -1,4 +1,4 @@
-"""Max pooling in two passes: torch's own was a quarter of an accelerated ResNet-50's time on one CPU core."""
+"""Computes max pooling in two passes: torch's own was a quarter of an accelerated ResNet-50's time on one CPU core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of an accelerated model: for inference, with bias, activation and (convolutions) a residual in one call.
+"""The layers of an accelerated model, for inference: each adds bias, activation and (convolutions) a residual in one call.
 
 `DenseLinear` and `DenseConv2d` run torch's dense products; `SparseLinear` and `SparseConv2d` run the CPU kernels on a packed
 weight; a `DeviceLinear` (in `spartan.inference.gpu`) runs another device's. They hold buffers, not parameters, and refuse to
@@ -7,7 +7,7 @@ train or to be differentiated through.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from spartan.inference.cpu import ops
 from spartan.inference.cpu.library import library
 from spartan.inference.cpu.ops import ACTIVATIONS, DTYPES, Conv
-from spartan.inference.cpu.packed import Packed, pack, unpack
+from spartan.inference.cpu.packed import PackedMatrix, pack, unpack
 
 F = TypeVar("F", bound=Callable[..., Any])
 # How a weight is packed: ("rows", h, g) and ("lanes", h, 1) are the two kernels of kernels.cpp.
@@ -33,7 +33,13 @@ class InferenceLayer(nn.Module):
     kernel: str = "dense"
     why: str = ""
     bias: Tensor
-    activation: str
+
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation={activation!r}; one of {', '.join(ACTIVATIONS)} is needed")
+        self.activation = activation
+        self.eval()
 
     def train(self, mode: bool = True) -> Self:
         """Only `eval()`: the weight is packed for inference."""
@@ -43,7 +49,7 @@ class InferenceLayer(nn.Module):
             )
         return super().train(False)
 
-    def _ready(self, x: Tensor, size: int, dim: int) -> Tensor:
+    def _checked_input(self, x: Tensor, size: int, dim: int) -> Tensor:
         """The input, contiguous, or an error that says what is wrong with it."""
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
@@ -59,79 +65,74 @@ class InferenceLayer(nn.Module):
         return f"kernel={self.kernel}, activation={self.activation}"
 
 
-class DenseLinear(InferenceLayer):
-    """act(x Wᵀ + b) by torch, for where no sparse kernel wins."""
+class DenseLayer(InferenceLayer):
+    """A weight and a bias for torch's own products, where no sparse kernel wins."""
 
     weight: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str = "none") -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
+        super().__init__(activation)
         self.register_buffer("weight", weight.detach().clone())
         self.register_buffer("bias", weight.new_zeros(len(weight)) if bias is None else bias.detach().clone())
-        self.activation = activation
-        self.eval()
+
+
+class DenseLinear(DenseLayer):
+    """act(x Wᵀ + b) by torch."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output for x [..., in_features]."""
-        return ops.linear_torch(self._ready(x, self.in_features, -1), self.weight, self.bias, self.activation)
+        """The layer's output for x [..., inputs]."""
+        return self.part(x, 0, len(self.weight))
+
+    def part(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Outputs `first` to `last` alone."""
+        x = self._checked_input(x, self.weight.shape[1], -1)
+        return ops.linear_torch(x, self.weight[first:last], self.bias[first:last], self.activation)
 
 
-class DenseConv2d(InferenceLayer):
-    """act(conv(x) + b + residual) by torch, for where no sparse kernel wins."""
-
-    weight: Tensor
+class DenseConv2d(DenseLayer):
+    """act(conv(x) + b + residual) by torch."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, conv: Conv, activation: str = "none") -> None:
-        super().__init__()
-        self.conv, self.out_channels, self.activation = conv, len(weight), activation
-        self.register_buffer("weight", weight.detach().clone())
-        self.register_buffer("bias", weight.new_zeros(len(weight)) if bias is None else bias.detach().clone())
-        self.eval()
+        super().__init__(weight, bias, activation)
+        self.conv = conv
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The layer's output for x [images, channels, height, width]."""
-        x = self._ready(x, self.conv.channels, -3)
+        x = self._checked_input(x, self.conv.channels, -3)
         return ops.conv_torch(x, self.conv, self.weight, self.bias, self.activation, residual)
 
 
 class SparseLayer(InferenceLayer):
-    """A packed weight: `values` and `bias` in float32 whatever the model's type, `starts` and `runs` as in `Packed`."""
+    """A packed weight: `values` and `bias` in float32 whatever the model's type, the rest as in `PackedMatrix`."""
 
     starts: Tensor
     runs: Tensor
     values: Tensor
 
-    def __init__(self, matrix: Tensor, bias: Tensor | None, kernel: Kernel, activation: str) -> None:
-        super().__init__()
-        kind, h, g = kernel
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation!r}; one of {', '.join(ACTIVATIONS)} is needed")
+    def __init__(self, matrix: Tensor, bias: Tensor | None, kernel: Kernel, activation: str = "none") -> None:
+        super().__init__(activation)
+        self.kind, h, g = kernel
         packed = pack(matrix, h, g)
         padded = torch.zeros((packed.starts.numel() - 1) * h)
         if bias is not None:
             padded[: packed.outputs] = bias.detach().float()
-        for name, buffer in (
-            ("starts", packed.starts),
-            ("runs", packed.runs),
-            ("values", packed.values),
-            ("bias", padded),
-        ):
+        buffers = {"starts": packed.starts, "runs": packed.runs, "values": packed.values, "bias": padded}
+        for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
-        self.outputs, self.inputs = packed.outputs, packed.inputs
-        self.kind, self.kernel, self.activation = kind, name_of(kernel), activation
+        self.outputs, self.inputs, self.kernel = packed.outputs, packed.inputs, name_of(kernel)
         self._dense: Tensor | None = None
-        self.eval()
+        self._places: Any = None  # where the kernel finds its inputs, from the first call on
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # model.bfloat16() rounds the weights as it would a dense model's; the kernels still read float32.
         super()._apply(fn, recurse)
-        self.values, self.bias, self._dense = self.values.float(), self.bias.float(), None
+        self.values, self.bias = self.values.float(), self.bias.float()
+        self._dense = self._places = None
         return self
 
-    def packed(self) -> Packed:
+    def packed(self) -> PackedMatrix:
         """The weight as the kernels read it."""
-        return Packed(self.starts, self.runs, self.values, self.outputs, self.inputs)
+        return PackedMatrix(self.starts, self.runs, self.values, self.outputs, self.inputs)
 
     def matrix(self) -> Tensor:
         """The weight as a dense matrix, made anew unless the fall-back keeps one."""
@@ -142,8 +143,8 @@ class SparseLayer(InferenceLayer):
             self._dense = unpack(self.packed())
         return self._dense
 
-    def _ready(self, x: Tensor, size: int, dim: int) -> Tensor:
-        x = super()._ready(x, size, dim)
+    def _checked_input(self, x: Tensor, size: int, dim: int) -> Tensor:
+        x = super()._checked_input(x, size, dim)
         if x.device.type != "cpu" or self.values.device.type != "cpu":
             raise RuntimeError(f"{type(self).__name__} runs on the CPU; the input is on {x.device}")
         if x.dtype not in DTYPES:
@@ -165,60 +166,49 @@ class SparseLinear(SparseLayer):
         True
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernel: Kernel, activation: str = "none") -> None:
-        super().__init__(weight, bias, kernel, activation)
-        self.out_features, self.in_features = self.outputs, self.inputs
-        self._offsets: Tensor | None = None
-
     @property
     def weight(self) -> Tensor:
         """The dense weight, for code that asks a linear layer for it; made on every access."""
         return self.matrix()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._offsets = None
-        return super()._apply(fn, recurse)
-
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output for x [..., in_features], float32 or bfloat16."""
+        """The layer's output for x [..., inputs], float32 or bfloat16."""
         return self.part(x, 0, self.outputs)
 
     @outside_graphs
     def part(self, x: Tensor, first: int, last: int) -> Tensor:
         """Outputs `first` to `last` alone; both must be multiples of the kernel's rows a group, or the end."""
-        x = self._ready(x, self.inputs, -1)
+        x = self._checked_input(x, self.inputs, -1)
         packed, bias = self.packed(), self.bias
         if library() is None:
             return ops.linear_torch(x, self._fallback()[first:last], bias[first:last], self.activation)
         if (first, last) != (0, self.outputs):
             h = packed.h
             starts = packed.starts[first // h : -(-last // h) + 1]
-            packed, bias = Packed(starts, packed.runs, packed.values, last - first, packed.inputs), bias[first:]
+            packed, bias = PackedMatrix(starts, packed.runs, packed.values, last - first, packed.inputs), bias[first:]
         if self.kind == "rows":
             return ops.linear_rows(x, packed, bias, self.activation)
-        offsets = self._offsets
+        offsets = self._places
         if offsets is None:
-            offsets = self._offsets = ops.lane_offsets(packed)
+            offsets = self._places = ops.lane_offsets(packed)
         return ops.linear_lanes(x, packed, offsets, bias, self.activation)
 
 
-class DeviceLinear(SparseLinear):
-    """A sparse linear layer on another device: a `SparseLinear` to its callers, with its own buffers and kernels."""
+class DeviceLinear(InferenceLayer):
+    """A sparse linear layer on another device, which a subclass gives its buffers and its kernel."""
 
     def __init__(self, weight: Tensor, activation: str) -> None:
-        InferenceLayer.__init__(self)  # nothing is packed for the CPU
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation!r}; one of {', '.join(ACTIVATIONS)} is needed")
-        self.outputs, self.inputs = self.out_features, self.in_features = weight.shape
-        self.activation = activation
-        self.eval()
+        super().__init__(activation)
+        self.outputs, self.inputs = weight.shape
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        nn.Module._apply(self, fn, recurse)
-        return self
+    def matrix(self) -> Tensor:
+        """The weight as a dense matrix."""
+        raise NotImplementedError
 
-    def _ready(self, x: Tensor, size: int, dim: int) -> Tensor:
-        return InferenceLayer._ready(self, x, size, dim)
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, for code that asks a linear layer for it."""
+        return self.matrix()
 
     def part(self, x: Tensor, first: int, last: int) -> Tensor:
         """Outputs `first` to `last`, of all that are computed."""
@@ -236,12 +226,7 @@ class SparseConv2d(SparseLayer):
                 f"kernel={kernel!r}: a convolution takes ('lanes', h, 1), h dividing the outputs of a group"
             )
         super().__init__(weight.reshape(len(weight), -1), bias, kernel, activation)
-        self.conv, self.out_channels = conv, self.outputs
-        self._plan: tuple[Any, ops.Plan] | None = None
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._plan = None
-        return super()._apply(fn, recurse)
+        self.conv = conv
 
     @property
     def weight(self) -> Tensor:
@@ -251,29 +236,34 @@ class SparseConv2d(SparseLayer):
     @outside_graphs
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The layer's output for x [images, channels, height, width] or one image without the first dimension."""
-        x = self._ready(x, self.conv.channels, -3)
+        x = self._checked_input(x, self.conv.channels, -3)
         if x.dim() == 3:
             return self(x[None], None if residual is None else residual[None])[0]
         if library() is None:
             return ops.conv_torch(x, self.conv, self._fallback(), self.bias, self.activation, residual)
         key = (x.shape[2], x.shape[3], x.dtype)
-        known = self._plan  # read once: another thread may put its own here
+        known = self._places  # read once: another thread may put its own here
         if known is None or known[0] != key:
-            known = self._plan = key, ops.plan_conv(self.conv, self.packed(), *key)
-        plan = known[1]
+            known = self._places = key, ops.lay_out_conv(self.conv, self.packed(), *key)
+        layout = known[1]
         if residual is not None:
-            residual = residual.to(x.dtype).expand(x.shape[0], self.outputs, *plan.out_size).contiguous()
-        return ops.conv2d(x, self.packed(), plan, self.bias, self.activation, residual)
+            residual = residual.to(x.dtype).expand(x.shape[0], self.outputs, *layout.out_size).contiguous()
+        return ops.conv2d(x, self.packed(), layout, self.bias, self.activation, residual)
 
 
-def name_of(kernel: Kernel | None) -> str:
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What to call a model with, from example inputs: a tensor, a sequence of arguments, or a dict of keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs), {}) if isinstance(inputs, list | tuple) else ((inputs,), {})
+
+
+def name_of(kernel: Kernel) -> str:
     """A kernel in words.
 
     Example:
-        >>> name_of(("rows", 16, 8)), name_of(("lanes", 1, 1)), name_of(None)
-        ('rows 16×8', 'lanes 1', 'dense')
+        >>> name_of(("rows", 16, 8)), name_of(("lanes", 1, 1))
+        ('rows 16×8', 'lanes 1')
     """
-    if kernel is None:
-        return "dense"
     kind, h, g = kernel
     return f"{kind} {h}×{g}" if kind == "rows" else f"{kind} {h}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -65,7 +64,7 @@ class Powerprop(Method):
     def __post_init__(self, method_args: Mapping[str, Any] | None) -> None:
         if not 1 <= self.alpha < math.inf:
             raise ValueError(f"Powerprop: alpha={self.alpha!r} is not a power of the weights; a number ≥ 1 is needed")
-        inner = _with_args(self.method, method_args)
+        inner = as_method(self.method, method_args)
         if isinstance(inner, Powerprop):
             raise ValueError(f"Powerprop: method={inner!r} is a power already; multiply the two alpha instead")
         if inner.restarts:
@@ -136,21 +135,3 @@ class Powerprop(Method):
         solver.rewrite(lambda i, theta: psi[i] / scale[i])
         solver.dual = None  # the fixed mask is no soft mask between 0 and 1 any more, and must not be shown as one
         return kept, mask * slope
-
-
-def _with_args(method: str | Method | type[Method], args: Mapping[str, Any] | None) -> Method:
-    """The inner method with its settings."""
-    inner = as_method(method)
-    if not args:
-        return inner
-    if isinstance(method, Method):
-        raise ValueError(
-            f"Powerprop: method_args={dict(args)!r} goes with a method's name; {method!r} has its settings already"
-        )
-    accepted = list(inspect.signature(type(inner)).parameters)
-    for key in args:
-        if key not in accepted:
-            raise ValueError(
-                f"Powerprop: method_args: {inner.name} has no setting {key!r}; accepted: {', '.join(accepted) or 'none'}"
-            )
-    return type(inner)(**args)

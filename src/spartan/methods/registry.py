@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from spartan.methods.base import Method
 from spartan.problem.patterns import Pattern
+from spartan.wording import nearest
 
 T = TypeVar("T", bound=type[Method])
 
@@ -50,19 +51,43 @@ def entries() -> Iterator[Entry]:
         yield _ENTRIES[name]
 
 
-def as_method(method: str | Method | type[Method]) -> Method:
-    """A method from its name, its class or itself."""
+def as_method(method: str | Method | type[Method], arguments: Mapping[str, Any] | None = None) -> Method:
+    """The one way from a name or a class, with arguments, to a method; a method that is one already stays as it is.
+
+    ValueError names what is unknown, what was probably meant and what is accepted.
+
+    Example:
+        >>> as_method("topkast", {"exploration": 0.1}).exploration
+        0.1
+        >>> as_method("static", {"sed": 1})
+        Traceback (most recent call last):
+        ValueError: method_args.sed=1: static has no such argument; accepted: none
+    """
     if isinstance(method, Method):
+        if arguments:
+            raise ValueError(
+                f"method_args={dict(arguments)!r} goes with a method's name; {method!r} has its settings already"
+            )
         return method
-    if isinstance(method, type) and issubclass(method, Method):
-        return method()
-    if isinstance(method, str) and method in _ENTRIES:
-        return _ENTRIES[method].cls()
-    near = difflib.get_close_matches(str(method), _ENTRIES, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
-        f"method={method!r} is unknown; accepted: {', '.join(sorted(_ENTRIES))}, or a Method object.{hint}"
-    )
+    cls = _ENTRIES[method].cls if isinstance(method, str) and method in _ENTRIES else method
+    if not (isinstance(cls, type) and issubclass(cls, Method)):
+        known = sorted(_ENTRIES)
+        raise ValueError(
+            f"method={method!r} is unknown{nearest(method, known)}; accepted: {', '.join(known)}, or a Method object"
+        )
+    if not arguments:
+        return cls()
+    accepted = list(inspect.signature(cls).parameters)
+    for key, value in arguments.items():
+        if key not in accepted:
+            raise ValueError(
+                f"method_args.{key}={value!r}: {cls.name} has no such argument{nearest(key, accepted)}; "
+                f"accepted: {', '.join(accepted) or 'none'}"
+            )
+    try:
+        return cls(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"method_args: {error}") from error
 
 
 def check_together(method: Method, pattern: Pattern) -> None:

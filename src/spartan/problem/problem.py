@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from spartan.distributed import Ranks, is_dtensor, local
 from spartan.problem.budgets import Budget, by_name, check_sparsity, divide
 from spartan.problem.costs import Cost, as_cost
-from spartan.problem.patterns import Pattern, Place, check_pattern
-from spartan.problem.patterns.unstructured import Unstructured
+from spartan.problem.patterns import Pattern, Place, Unstructured, check_pattern
 from spartan.problem.targets import Globs, Target, find_targets, unwrap
 
 

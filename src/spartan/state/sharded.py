@@ -149,7 +149,7 @@ def _without_single_process_warning() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedTensor:
     """A parameter of the optimizer: of the model, or one that a method has learned, with an entry per unit or target."""
 
     name: str
@@ -197,14 +197,14 @@ class Trained:
         return torch.cat([places[i].cut_out(piece) if places else piece for i, piece in pieces])
 
 
-def _trained(model: nn.Module, optimizer: Optimizer, sparsifier: Sparsifier) -> list[Trained]:
+def _trained(model: nn.Module, optimizer: Optimizer, sparsifier: Sparsifier) -> list[TrainedTensor]:
     """The optimizer's parameters."""
-    known = {id(p): Trained(clean_name(n), p) for n, p in unwrap(model).named_parameters()}
+    known = {id(p): TrainedTensor(clean_name(n), p) for n, p in unwrap(model).named_parameters()}
     for number, part in enumerate(sparsifier._run.weights.parts):
         for name, parameter in part.state.learned.items():
-            known[id(parameter)] = Trained(f"learned.{name}", parameter, part.problem)
+            known[id(parameter)] = TrainedTensor(f"learned.{name}", parameter, part.problem)
         for name, parameter in part.state.learned_per_target.items():
-            known[id(parameter)] = Trained(f"learned.{name}.{number}", parameter)
+            known[id(parameter)] = TrainedTensor(f"learned.{name}.{number}", parameter)
     return [known[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 

@@ -201,8 +201,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "sparsity": ({"sparsity": 1.5}, "sparsity: 1.5"),
     "batch": ({"batch_size": 5000}, "batch_size: 5000"),
     "micro batch": ({"micro_batch": 5}, "micro_batch: 5"),
-    "unknown method": ({"method": "spartn"}, "method: 'spartn' is unknown (did you mean spartan?)"),
-    "method argument": ({"method_args": {"bta": 1}}, "bta"),
+    "unknown method": ({"method": "spartn"}, "method='spartn' is unknown (did you mean spartan?); accepted: acdc, "),
+    "method argument": (
+        {"method_args": {"bta": 1}},
+        "method_args.bta=1: spartan has no such argument (did you mean beta?)",
+    ),
     "unknown data": ({"data": {"source": "digit"}}, "digit"),
     "unknown device": ({"device": "abacus"}, "device: 'abacus'"),
     "blocks that do not fit": ({"pattern": [16, 16]}, "exclude"),

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from spartan.app.cli import app
 from spartan.app.report import compare
+from spartan.app.runs import find_runs, identity, read_run
 from spartan.app.train.config import load_recipe, to_yaml
-from spartan.app.train.runs import find_runs, identity, read_run
 
 SUMMARY = {
     "top5": 0.99,
@@ -92,7 +92,7 @@ def test_the_table_and_the_unfinished_run(runs: Path) -> None:
     assert "7:" not in result.output
     assert "dense-0.9: left out, a newer run repeats its seed 0" in result.output
     assert all(ord(c) < 0x2500 or ord(c) > 0x257F for c in result.output)  # no box drawing
-    assert "100 KB" in result.output
+    assert "100 kB" in result.output
     assert "8.00%" in result.output
 
 
@@ -124,7 +124,7 @@ def test_a_single_seed_has_no_spread(tmp_path: Path) -> None:
     header, ((*_, accuracy, _seeds, _s, _f, _n, size, _t),) = compare.table(compare.rows_of(find_runs([tmp_path])))
     assert accuracy == "90.00"
     assert "setting" not in header
-    assert size == "100 KB of 2 MB"
+    assert size == "100 kB of 2 MB"
 
 
 def test_what_is_damaged_or_absent_is_named(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import spartan
 from spartan.app import bench
 from spartan.app.cli import app
-from spartan.app.commands.deploy import telling
+from spartan.app.terminal import status_line
 from spartan.app.train.config import load_recipe
 from spartan.app.train.data import build_data
 from spartan.files import read
@@ -220,8 +220,8 @@ def test_something_is_said_while_it_takes_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("spartan.app.commands.deploy.time.monotonic", lambda: now[0])
-    with telling("reading") as tell:
+    monkeypatch.setattr("spartan.app.terminal.time.monotonic", lambda: now[0])
+    with status_line("reading") as tell:
         tell("at once")
         now[0] = 3.0
         tell("three seconds later")
@@ -243,7 +243,10 @@ def test_something_is_said_while_it_takes_time(
         (["export", "RUN", "--recipe", "digits"], "--recipe: "),
         (["export", "plain.safetensors"], "a file needs --recipe RECIPE"),
         (["export", "plain.safetensors", "--recipe", "digits", "--set", "model=wrn-16-1"], "do not fit model wrn-16-1"),
-        (["export", "nameless.safetensors"], "does not say which model its weights belong to; --recipe RECIPE does"),
+        (
+            ["export", "nameless.safetensors"],
+            "does not say which model its weights belong to; --recipe RECIPE names the model",
+        ),
         (["export", "broken.safetensors"], "cannot be read as safetensors"),
         (["export", "damaged.safetensors"], "damaged.safetensors: is damaged"),
         (["inspect", "nowhere"], "nowhere: there is no such file"),

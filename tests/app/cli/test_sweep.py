@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from spartan.app.cli import app
+from spartan.app.runs import epochs_done, is_finished, read_run
 from spartan.app.train.config import RecipeError
-from spartan.app.train.runs import is_finished, read_run
-from spartan.app.train.sweep import Outcome, Sweep, Telling, epochs_done, grid, plan, split_values
+from spartan.app.train.sweep import Outcome, Sweep, SweepDisplay, grid, plan, split_values
 from tests.app.cli.test_compare import make_run
 
 
@@ -109,7 +109,7 @@ def test_a_sweep_survives_failing_runs_and_skips_what_is_finished(tmp_path: Path
     assert result.exit_code == 1, result.output
     assert sorted(p.name for p in out.iterdir()) == ["dense-0.9-seed0", "logs", "report.html"]  # nothing half-made
     assert is_finished(out / "dense-0.9-seed0")
-    assert result.stderr.count("error: method: 'spartn' is unknown (did you mean spartan?)") == 2
+    assert result.stderr.count("error: method='spartn' is unknown (did you mean spartan?)") == 2
     assert result.stderr.count("failed: ") == 2
     assert "2 of 3 runs failed" in result.stderr
     assert "[3/3]" in result.stdout
@@ -155,13 +155,13 @@ def test_progress_is_read_from_the_end_of_the_metrics(tmp_path: Path) -> None:
 def test_the_bar_counts_what_is_left(tmp_path: Path) -> None:
     make_run(tmp_path / "done", "seed=0", top1=0.9)
     jobs = plan("digits", ["epochs=2"], 3, tmp_path)
-    with Telling(jobs, plain=False) as telling:
-        (task,) = telling._bar.tasks
+    with SweepDisplay(jobs, plain=False) as display:
+        (task,) = display._bar.tasks
         assert task.total == 4
-        telling.outcome(Outcome(jobs[0], "skipped", 0.0))
-        telling.underway(1)
+        display.outcome(Outcome(jobs[0], "skipped"))
+        display.show_epochs(1)
         assert (task.completed, task.description) == (1, "1/3 runs")
-        telling.outcome(Outcome(jobs[1], "failed", 1.0))
+        display.outcome(Outcome(jobs[1], "failed"))
         assert (task.completed, task.description) == (2, "2/3 runs")
 
 

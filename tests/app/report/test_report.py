@@ -15,8 +15,8 @@ import pytest
 
 from spartan.app.report import write_report
 from spartan.app.report.page import to_script
-from spartan.app.report.reading import read_run
-from spartan.app.report.series import correlation, downsample, mask_correlations
+from spartan.app.report.series import correlation, downsample, kept_bits, mask_correlations, phases
+from spartan.app.runs import RunFolder
 from tests.app.report.folders import masks_of, write_masks, write_run
 
 VOID = {"meta", "link", "input", "br", "img", "hr"}
@@ -117,9 +117,9 @@ def test_phases_are_the_sparsifiers(tmp_path: Path) -> None:
         ("finetune", 800, 1000),
     ]
     given = write_run(tmp_path / "given", epochs=10, steps_per_epoch=100, warmup=0.0, finetune=0.25)
-    assert [(b["name"], b["to"]) for b in read_run(given).phases()] == [("intermediate", 750), ("finetune", 1000)]
+    assert [(b["name"], b["to"]) for b in phases(RunFolder(given))] == [("intermediate", 750), ("finetune", 1000)]
     killed = write_run(tmp_path / "killed", epochs=10, steps_per_epoch=100, done=3)
-    assert read_run(killed).phases()[-1]["to"] == 1000, "a killed run's phases are those it would have had"
+    assert phases(RunFolder(killed))[-1]["to"] == 1000, "a killed run's phases are those it would have had"
 
 
 def test_dense_run_has_no_sparse_charts(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_line_written_again_replaces_the_first(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", done=2, steps_per_epoch=10)
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-2])
     append(run, last | {"loss": 99.0})
-    found = read_run(run)
+    found = RunFolder(run)
     assert [s["step"] for s in found.steps] == list(range(1, 21))
     assert found.steps[-1]["loss"] == 99.0
 
@@ -269,7 +269,7 @@ def test_correlations_are_numpys(tmp_path: Path) -> None:
     masks = masks_of(3, 12, 12)[:, :4_999]  # not a multiple of 8
     run = write_run(tmp_path / "run", epochs=12)
     write_masks(run, masks)
-    read = read_run(run).masks()
+    read = kept_bits(RunFolder(run))
     assert read is not None
     assert (read == masks).all()
     want = np.corrcoef(masks.astype(float))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spartan.app.train.vision import torchvision
+from spartan.zoo import torchvision
 
 
 def vit(classes: int, **_: Any) -> nn.Module:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from spartan import NM, Block, Channel, Unstructured
+from spartan import NM, Block, Channel, Heads, Unstructured
 from spartan.app.train.config import Config, RecipeError, from_dict, load_recipe, recipe_names, to_yaml
+from spartan.app.train.loop import train
 from spartan.app.train.setup import build_pattern, lr_at
+from spartan.files import read
 from spartan.problem.patterns import Pattern
 
 NAMES = [
@@ -150,6 +152,7 @@ def test_the_learning_rate() -> None:
         ("channel:in", Channel("in")),
         ("nm:2:4", NM(2, 4)),
         ("nm:1:16", NM(1, 16)),
+        ("heads:3", Heads(3)),
     ],
 )
 def test_patterns_by_name(text: str, pattern: Pattern) -> None:
@@ -158,7 +161,30 @@ def test_patterns_by_name(text: str, pattern: Pattern) -> None:
     assert from_dict(yaml.safe_load(to_yaml(config))) == config
 
 
-@pytest.mark.parametrize("text", ["nm", "nm:2", "nm:2:4:8", "nm:a:b", "channels", "channel:up", "block:2:2", "2:4"])
+@pytest.mark.parametrize(
+    "text", ["nm", "nm:2", "nm:2:4:8", "nm:a:b", "channels", "channel:up", "block:2:2", "2:4", "heads"]
+)
 def test_unknown_patterns_are_errors(text: str) -> None:
-    with pytest.raises(RecipeError, match="pattern: .* is not accepted; accepted: unstructured, .*nm:N:M"):
+    with pytest.raises(RecipeError, match=r"pattern: .* is not accepted.*; accepted: unstructured, .*nm:N:M"):
         load_recipe("digits", [f"pattern={text}"])
+
+
+def test_unknown_costs_are_errors() -> None:
+    with pytest.raises(RecipeError, match="cost: 'latency' is not accepted; accepted: params, flops"):
+        load_recipe("digits", ["cost=latency"])
+
+
+def test_heads_from_a_recipe(tmp_path: Path) -> None:
+    """Whole attention heads of a small ViT, from a recipe to a file with exact zeros."""
+    pytest.importorskip("tests.torchvision_cpu")
+    pytest.importorskip("timm")
+    arguments = "{img_size: 8, patch_size: 4, embed_dim: 24, depth: 2, num_heads: 4}"
+    sets = [
+        *("model=timm/vit_tiny_patch16_224", f"model_args={arguments}", "method=svite", "pattern=heads:4"),
+        *("include=['*.qkv.weight']", "sparsity=0.5", "epochs=1", "budget=uniform"),
+    ]
+    train(load_recipe("digits", sets), tmp_path / "run", quiet=True)
+    weights = read(tmp_path / "run" / "model.safetensors")
+    for name in ("blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight"):
+        alive = weights[name].reshape(3, 4, 6, 24).abs().sum((0, 2, 3)) > 0
+        assert int(alive.sum()) == 2

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from spartan.app.train import vision
+from spartan import zoo
 from spartan.app.train.config import RecipeError, from_dict
-from spartan.zoo import build_model
+from spartan.app.train.setup import build_model
 
 
 def build(model: str, classes: int = 10, shape: tuple[int, int, int] = (3, 32, 32), **args: Any) -> nn.Module:
@@ -123,7 +123,17 @@ def test_ones_own_function_from_the_current_directory(tmp_path: Path, monkeypatc
 
 def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)  # Python's way of saying there is none
+    says = r"needs timm, which is not installed: pip install 'spartan-sparsity\[vision\]'"
+    with pytest.raises(RecipeError, match=says):
+        build("timm/resnet10t")
+    with pytest.raises(ValueError, match=says):
+        zoo.timm()
+
+
+def test_the_zoo_knows_nothing_of_recipes() -> None:
     with pytest.raises(
-        RecipeError, match=r"needs timm, which is not installed: pip install 'spartan-sparsity\[vision\]'"
-    ):
-        vision.timm()
+        ValueError, match="takes images of 3 channels, and the shape given has 1; timm's models"
+    ) as caught:
+        zoo.build_model("torchvision/resnet18", 10, (1, 8, 8))
+    assert type(caught.value) is ValueError
+    assert parameters(zoo.build_model("timm/resnet10t", 7, (3, 32, 32), {"stem_width": 8})) < 5e6

@@ -1,1 +1,1 @@
-"""The commands of the command line that are not about training."""
+"""The commands of the command line, one file each."""

@@ -1,4 +1,4 @@
-"""Reports: a run, or several, as one HTML page that needs nothing but a browser."""
+"""Writes reports: a run, or several, as one HTML page that needs nothing but a browser."""
 
 from spartan.app.report.page import write_report
 

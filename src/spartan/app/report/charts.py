@@ -1,57 +1,51 @@
-"""What the charts of one run show. A chart is a dict that assets/charts.js draws."""
+"""Makes the charts of one run. A chart is a dict that assets/charts.js draws."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from spartan.app.report.reading import Run, number
-from spartan.app.report.series import downsample, mask_correlations
+from spartan.app.report.series import downsample, kept_bits, mask_correlations, phases, total_steps
+from spartan.app.runs import RunFolder, number
 
 Chart = dict[str, Any]
+# Axes across.
+_EPOCHS = {"label": "epoch", "whole": True, "start": 0}
+_STEPS = {"label": "step", "whole": True, "start": 0}
 
 
-def training_charts(run: Run) -> list[Chart]:
+def training_charts(run: RunFolder) -> list[Chart]:
     """Accuracy, loss and learning rate."""
-    return _present([_accuracy(run), _loss(run), _learning_rate(run)])
+    return _without_empty([_accuracy(run), _loss(run), _learning_rate(run)])
 
 
-def sparsity_charts(run: Run) -> list[Chart]:
+def sparsity_charts(run: RunFolder) -> list[Chart]:
     """Density, β, and how the soft mask is distributed."""
-    return _present([_density(run), _beta(run), _histogram(run)])
+    return _without_empty([_density(run), _beta(run), _histogram(run)])
 
 
-def exploration_charts(run: Run) -> list[Chart]:
+def exploration_charts(run: RunFolder) -> list[Chart]:
     """How the mask moves: the paper's exploration figure."""
-    masks = run.masks()
+    masks = kept_bits(run)
     if masks is None or len(masks) < 2:
         return []
     with_last, with_previous = mask_correlations(masks)
     epochs = list(range(1, len(masks) + 1))
-    last = "with the final mask" if run.summary is not None else "with the latest mask"
+    last = "with the final mask" if run.finished else "with the latest mask"
+    note = f"Pearson correlation of the kept weights, on {masks.shape[1]:,} of them. "
+    note += "Low while the mask explores, 1 once it is fixed."
+    series = [
+        line(last, epochs, with_last, dots=True),
+        line("with the epoch before", epochs[1:], with_previous, dots=True, dash="5 3"),
+    ]
     per_epoch = _per_epoch(run)
-    return _present(
-        [
-            {
-                "id": "correlation",
-                "title": "Mask correlation",
-                "note": f"Pearson correlation of the kept weights, on {masks.shape[1]:,} of them. "
-                "Low while the mask explores, 1 once it is fixed.",
-                "x": {"label": "epoch", "whole": True, "start": 0},
-                "y": {"label": "correlation", "limits": [None, 1.0]},
-                "series": [
-                    line(last, epochs, with_last, dots=True),
-                    line("with the epoch before", epochs[1:], with_previous, dots=True, dash="5 3"),
-                ],
-                "bands": [{**b, "from": b["from"] / per_epoch, "to": b["to"] / per_epoch} for b in run.phases()]
-                if per_epoch
-                else [],
-            }
-        ]
-    )
+    steps = phases(run) if per_epoch else []
+    bands = [{**phase, "from": phase["from"] / per_epoch, "to": phase["to"] / per_epoch} for phase in steps]
+    y = {"label": "correlation", "limits": [None, 1.0]}
+    return _without_empty([_chart("correlation", "Mask correlation", _EPOCHS, y, series, note=note, bands=bands)])
 
 
-def layer_charts(run: Run) -> list[Chart]:
+def layer_charts(run: RunFolder) -> list[Chart]:
     """Sparsity of every layer."""
     layers = (run.summary or {}).get("layers") or []
     densities = [number(layer.get("density")) for layer in layers]
@@ -62,32 +56,30 @@ def layer_charts(run: Run) -> list[Chart]:
     whole = number((run.summary or {}).get("achieved_sparsity"))
     mean = [] if whole is None else [{"y": 100 * whole, "name": "whole model"}]
     kept = [] if whole is None or whole >= 1 else [{"y": 100 * (1 - whole), "name": "whole model"}]
-    return [
-        {
-            "id": "layers",
-            "kind": "bars",
-            "bar": 1,
-            "wide": True,
-            "title": "Layers",
-            "note": "From input to output; numbers are those of the table below.",
-            "x": {"label": "layer", "whole": True},
-            "names": [str(layer.get("name", i)) for i, layer in zip(at, layers, strict=True)],
-            "views": [
-                {
-                    "name": "sparsity",
-                    "y": {"label": "sparsity (%)", "unit": "%", "limits": [0, 100]},
-                    "series": [line("sparsity", at, sparsities)],
-                    "lines": mean,
-                },
-                {
-                    "name": "density, log",
-                    "y": {"label": "weights kept (%)", "unit": "%", "scale": "log", "limits": [None, 100]},
-                    "series": [line("kept", at, [None if d is None else 100 * d for d in densities], color=1)],
-                    "lines": kept,
-                },
-            ],
-        }
-    ]
+    sparsity = {
+        "name": "sparsity",
+        "y": {"label": "sparsity (%)", "unit": "%", "limits": [0, 100]},
+        "series": [line("sparsity", at, sparsities)],
+        "lines": mean,
+    }
+    density = {
+        "name": "density, log",
+        "y": {"label": "weights kept (%)", "unit": "%", "scale": "log", "limits": [None, 100]},
+        "series": [line("kept", at, densities, percent=True, color=1)],
+        "lines": kept,
+    }
+    chart = {
+        **{"id": "layers", "title": "Layers", "kind": "bars", "bar": 1, "wide": True},
+        "note": "From input to output; numbers are those of the table below.",
+        "x": {"label": "layer", "whole": True},
+        "names": [str(layer.get("name", i)) for i, layer in zip(at, layers, strict=True)],
+        "views": [sparsity, density],
+    }
+    return [chart]
+
+
+def _chart(key: str, title: str, x: Chart, y: Chart, series: list[dict[str, Any]], **more: Any) -> Chart:
+    return {"id": key, "title": title, "x": x, "y": y, "series": series, **more}
 
 
 def line(
@@ -98,7 +90,7 @@ def line(
     return {"name": name, "x": xs, "y": ys, **style}
 
 
-def _present(charts: Sequence[Chart]) -> list[Chart]:
+def _without_empty(charts: Sequence[Chart]) -> list[Chart]:
     """Without the series, and then the charts, that have no value at all."""
     for chart in charts:
         chart["series"] = [s for s in chart["series"] if any(v is not None for v in s["y"])]
@@ -109,68 +101,61 @@ def _column(records: Sequence[dict[str, Any]], key: str) -> list[float | None]:
     return [number(r.get(key)) for r in records]
 
 
-def _whole(records: Sequence[dict[str, Any]], key: str) -> list[float]:
+def _integers(records: Sequence[dict[str, Any]], key: str) -> list[float]:
     return [int(r[key]) for r in records]
 
 
-def _per_epoch(run: Run) -> float | None:
+def _per_epoch(run: RunFolder) -> float | None:
     """Steps per epoch."""
-    total = run.total_steps
+    total = total_steps(run)
     return total / run.planned_epochs if total and run.planned_epochs else None
 
 
-def _accuracy(run: Run) -> Chart:
-    at = _whole(run.epochs, "epoch")
-    return {
-        "id": "accuracy",
-        "title": "Accuracy",
-        "note": "On the test data, after every epoch.",
-        "x": {"label": "epoch", "whole": True, "start": 0},
-        "y": {"label": "accuracy (%)", "unit": "%", "limits": [0, 100]},
-        "series": [
-            line("top-1", at, _column(run.epochs, "top1"), percent=True, dots=True),
-            line("top-5", at, _column(run.epochs, "top5"), percent=True, dots=True, dash="5 3"),
-        ],
-    }
+def _accuracy(run: RunFolder) -> Chart:
+    at = _integers(run.epochs, "epoch")
+    series = [
+        line("top-1", at, _column(run.epochs, "top1"), percent=True, dots=True),
+        line("top-5", at, _column(run.epochs, "top5"), percent=True, dots=True, dash="5 3"),
+    ]
+    y = {"label": "accuracy (%)", "unit": "%", "limits": [0, 100]}
+    return _chart("accuracy", "Accuracy", _EPOCHS, y, series, note="On the test data, after every epoch.")
 
 
-def _loss(run: Run) -> Chart:
-    at, per_epoch = _whole(run.epochs, "epoch"), _per_epoch(run)
+def _loss(run: RunFolder) -> Chart:
+    at, per_epoch = _integers(run.epochs, "epoch"), _per_epoch(run)
     # Before the first epoch ends nobody knows how long one is: then the axis counts steps.
-    steps = [s / (per_epoch or 1) for s in _whole(run.steps, "step")]
-    return {
-        "id": "loss",
-        "title": "Loss",
-        "note": "Training loss includes label smoothing and mixing, so the two need not meet.",
-        "x": {"label": "epoch" if per_epoch else "step", "whole": True, "start": 0},
-        "y": {"label": "loss", "toggle": True},
-        "series": [
-            line("training, every step", steps, _column(run.steps, "loss"), faint=True, color=0),
-            line("test", at, _column(run.epochs, "test_loss"), dots=True, color=1),
-            line("training", at, _column(run.epochs, "train_loss"), dots=True, color=0),
-        ],
-    }
+    steps = [s / (per_epoch or 1) for s in _integers(run.steps, "step")]
+    series = [
+        line("training, every step", steps, _column(run.steps, "loss"), faint=True, color=0),
+        line("test", at, _column(run.epochs, "test_loss"), dots=True, color=1),
+        line("training", at, _column(run.epochs, "train_loss"), dots=True, color=0),
+    ]
+    note = "Training loss includes label smoothing and mixing, so the two need not meet."
+    x, y = _EPOCHS if per_epoch else _STEPS, {"label": "loss", "toggle": True}
+    return _chart("loss", "Loss", x, y, series, note=note)
 
 
-def _over_steps(run: Run, key: str) -> tuple[list[float], list[float | None]]:
+def _over_steps(run: RunFolder, key: str) -> tuple[list[float], list[float | None]]:
     """A column of the steps, without those that do not have it."""
     pairs = [(int(r["step"]), number(r.get(key))) for r in run.steps]
     known = [(s, v) for s, v in pairs if v is not None]
     return [s for s, _ in known], [v for _, v in known]
 
 
-def _learning_rate(run: Run) -> Chart:
-    return {
-        "id": "lr",
-        "title": "Learning rate",
-        "x": {"label": "step", "whole": True, "start": 0},
-        "y": {"label": "learning rate", "toggle": True},
-        "series": [line("learning rate", *_over_steps(run, "lr"))],
-        "bands": run.phases(),
-    }
+def _learning_rate(run: RunFolder) -> Chart:
+    series = [line("learning rate", *_over_steps(run, "lr"))]
+    y = {"label": "learning rate", "toggle": True}
+    return _chart("lr", "Learning rate", _STEPS, y, series, bands=phases(run))
 
 
-def _density(run: Run) -> Chart:
+def _beta(run: RunFolder) -> Chart:
+    note = "Small β gives a soft mask that explores; large β a hard one. It stays put in the finetune phase."
+    series = [line("β", *_over_steps(run, "beta"))]
+    y = {"label": "β", "toggle": True}
+    return _chart("beta", "Sharpness β", _STEPS, y, series, note=note, bands=phases(run))
+
+
+def _density(run: RunFolder) -> Chart:
     asked_at, asked = _over_steps(run, "target_density")
     # The density of a step is known only where the host looked; every epoch's end is one such moment.
     found = dict(zip(*_over_steps(run, "density"), strict=True))
@@ -180,51 +165,29 @@ def _density(run: Run) -> Chart:
     at = sorted(found)
     # A line between far-apart moments would show a density the model never had.
     points = 4 * len(at) < len(asked_at)
-    return {
-        "id": "density",
-        "title": "Density",
-        "note": "The fraction of weights that is kept: what the schedule asks for and what the model has.",
-        "x": {"label": "step", "whole": True, "start": 0},
-        "y": {"label": "density (%)", "unit": "%", "scale": "log", "toggle": True, "limits": [0, 100]},
-        "series": [
-            line("achieved", at, [found[s] for s in at], percent=True, color=0, dots=True, points=points),
-            line("target", asked_at, asked, percent=True, color=1, dash="4 6"),
-        ],
-        "bands": run.phases(),
-    }
+    series = [
+        line("achieved", at, [found[s] for s in at], percent=True, color=0, dots=True, points=points),
+        line("target", asked_at, asked, percent=True, color=1, dash="4 6"),
+    ]
+    note = "The fraction of weights that is kept: what the schedule asks for and what the model has."
+    y = {"label": "density (%)", "unit": "%", "scale": "log", "toggle": True, "limits": [0, 100]}
+    return _chart("density", "Density", _STEPS, y, series, note=note, bands=phases(run))
 
 
-def _beta(run: Run) -> Chart:
-    return {
-        "id": "beta",
-        "title": "Sharpness β",
-        "note": "Small β gives a soft mask that explores; large β a hard one. It stays put in the finetune phase.",
-        "x": {"label": "step", "whole": True, "start": 0},
-        "y": {"label": "β", "toggle": True},
-        "series": [line("β", *_over_steps(run, "beta"))],
-        "bands": run.phases(),
-    }
-
-
-def _histogram(run: Run) -> Chart:
+def _histogram(run: RunFolder) -> Chart:
     frames = [(int(e["epoch"]), e["mask_histogram"]) for e in run.epochs if _is_histogram(e.get("mask_histogram"))]
     if not frames:
         return {"series": []}
     bins = len(frames[-1][1])
     frames = [f for f in frames if len(f[1]) == bins]
-    centres = [(i + 0.5) / bins for i in range(bins)]
-    return {
-        "id": "histogram",
-        "kind": "bars",
-        "bar": 1 / bins,
-        "title": "Soft mask",
+    series = [line("weights", [(i + 0.5) / bins for i in range(bins)], frames[-1][1])]
+    y = {"label": "weights", "scale": "log", "toggle": True, "limits": [0, None]}
+    more = {
         "note": "How many weights have which mask value. A mask that has made up its mind has all of them at 0 and 1.",
-        "x": {"label": "mask value m"},
-        "y": {"label": "weights", "scale": "log", "toggle": True, "limits": [0, None]},
         "names": [f"m from {i / bins:.2f} to {(i + 1) / bins:.2f}" for i in range(bins)],
-        "series": [line("weights", centres, frames[-1][1])],
         "frames": {"label": "epoch", "at": [e for e, _ in frames], "y": [h for _, h in frames]},
     }
+    return _chart("histogram", "Soft mask", {"label": "mask value m"}, y, series, kind="bars", bar=1 / bins, **more)
 
 
 def _is_histogram(value: Any) -> bool:

@@ -1,19 +1,19 @@
-"""Runs side by side: means over seeds as a table, CSV, Markdown and a plot of accuracy against sparsity."""
+"""Puts runs side by side: means over seeds as a table, CSV, Markdown and a plot of accuracy against sparsity."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
-import os
 import statistics
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spartan.app.train.runs import Run, asked_sparsity, data_name, identity, settings
+from spartan.app.report.words import NONE, count, percent, size
+from spartan.app.runs import RunFolder, data_name, identity, settings
+from spartan.app.terminal import print_table
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vP*X"
@@ -29,9 +29,9 @@ class Row:
     sparsity: float
     # keys, beyond the above, in which this row differs from others of the same data and model
     extra: Mapping[str, Any]
-    runs: tuple[Run, ...]
+    runs: tuple[RunFolder, ...]
     # earlier runs of a seed that is among `runs`: no further sample, so no part of the means
-    repeated: tuple[Run, ...] = ()
+    repeated: tuple[RunFolder, ...] = ()
 
     def values(self, key: str) -> list[float]:
         """One figure of each run's summary, by seed; nan where a run has none."""
@@ -58,10 +58,15 @@ class Row:
         """`extra` as text."""
         return " ".join(f"{key}={_short(value)}" for key, value in self.extra.items())
 
+    @property
+    def label(self) -> str:
+        """The method and its setting: what a line of a chart stands for."""
+        return f"{self.method} {self.setting}".strip()
 
-def rows_of(runs: Sequence[Run]) -> list[Row]:
+
+def rows_of(runs: Sequence[RunFolder]) -> list[Row]:
     """The finished runs, grouped by everything but the seed."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RunFolder]] = {}
     for run in runs:
         if run.finished:
             groups.setdefault(identity(run.config, seed=False), []).append(run)
@@ -78,11 +83,19 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
             for key, value in own.items()
             if key not in ("method", "sparsity") and any(other[key] != value for other in others)
         }
-        rows.append(Row(*here, config.method, asked_sparsity(config), extra, chosen, repeated))
+        rows.append(Row(*here, config.method, members[0].sparsity, extra, chosen, repeated))
     return sorted(rows, key=lambda r: (r.data, r.model, r.sparsity, r.setting, r.method))
 
 
-def _one_per_seed(runs: Sequence[Run]) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+def panels_of(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+    """The rows by data set and model: figures are comparable within these."""
+    panels: dict[tuple[str, str], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row.data, row.model)):
+        panels.setdefault((row.data, row.model), []).append(row)
+    return panels
+
+
+def _one_per_seed(runs: Sequence[RunFolder]) -> tuple[tuple[RunFolder, ...], tuple[RunFolder, ...]]:
     """The newest run of each seed, and the others."""
     by_age = sorted(runs, key=lambda run: ((run.folder / "summary.json").stat().st_mtime, str(run.folder)))
     newest = {run.seed: run for run in by_age}
@@ -90,25 +103,16 @@ def _one_per_seed(runs: Sequence[Run]) -> tuple[tuple[Run, ...], tuple[Run, ...]
     return chosen, tuple(run for run in by_age if newest[run.seed] is not run)
 
 
-def unfinished(runs: Sequence[Run]) -> list[str]:
-    """A line for each run that did not come to its end."""
-    return [
-        f"{run.folder}: unfinished, epoch {run.epochs[-1]['epoch'] if run.epochs else 0} of {run.config.epochs}; "
-        f"spartan train --resume {run.folder}"
-        for run in runs
-        if not run.finished
-    ]
-
-
-def print_comparison(runs: Sequence[Run]) -> None:
+def print_comparison(runs: Sequence[RunFolder]) -> None:
     """The table of the finished runs, and a line for each run that is not part of it."""
     rows = rows_of(runs)
     if rows:
         print_table(*table(rows))
     for run in (run for row in rows for run in row.repeated):
         print(f"{run.folder}: left out, a newer run repeats its seed {run.seed}")
-    for line in unfinished(runs):
-        print(line)
+    for run in (run for run in runs if not run.finished):
+        reached = f"epoch {run.epochs[-1]['epoch'] if run.epochs else 0} of {run.planned_epochs}"
+        print(f"{run.folder}: unfinished, {reached}; spartan train --resume {run.folder}")
 
 
 # ---------------------------------------------------------------------- tables
@@ -116,29 +120,28 @@ def print_comparison(runs: Sequence[Run]) -> None:
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Header and cells for people."""
-    extra = any(row.extra for row in rows)
-    header = ["data", "model", "method", "sparsity", *(["setting"] if extra else [])]
-    header += ["n", "top-1 %", "by seed", "achieved", "FLOPs", "nonzero", "size", "seconds"]
-    return header, [_cells(row, extra) for row in rows]
+    cells = [_cells(row) for row in rows]
+    header = [key for key in cells[0] if key != "setting" or any(row.extra for row in rows)]
+    return header, [[line[key] for key in header] for line in cells]
 
 
-def _cells(row: Row, extra: bool) -> list[str]:
-    by_seed = " ".join(f"{run.seed}:{100 * v:.2f}" for run, v in zip(row.runs, row.values("top1"), strict=True))
-    return [
-        row.data,
-        row.model,
-        row.method,
-        f"{row.sparsity:g}",
-        *([row.setting or "-"] if extra else []),
-        str(len(row.runs)),
-        f"{100 * row.mean('top1'):.2f}" + (f" ± {100 * row.std('top1'):.2f}" if len(row.runs) > 1 else ""),
-        by_seed,
-        _percent(row.mean("achieved_sparsity")),
-        _percent(row.flops),
-        _count(row.mean("nonzero")),
-        _size(row),
-        f"{row.mean('seconds'):.1f}",
-    ]
+def _cells(row: Row) -> dict[str, str]:
+    by_seed = zip(row.runs, row.values("top1"), strict=True)
+    return {
+        "data": row.data,
+        "model": row.model,
+        "method": row.method,
+        "sparsity": f"{row.sparsity:g}",
+        "setting": row.setting or NONE,
+        "n": str(len(row.runs)),
+        "top-1 %": f"{100 * row.mean('top1'):.2f}" + (f" ± {100 * row.std('top1'):.2f}" if len(row.runs) > 1 else ""),
+        "by seed": " ".join(f"{run.seed}:{100 * value:.2f}" for run, value in by_seed),
+        "achieved": percent(row.mean("achieved_sparsity")),
+        "FLOPs": percent(row.flops),
+        "nonzero": count(row.mean("nonzero")),
+        "size": f"{size(row.mean('model_bytes'))} of {size(row.mean('dense_bytes'))}",
+        "seconds": f"{row.mean('seconds'):.1f}",
+    }
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
@@ -163,65 +166,12 @@ def to_csv(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def is_plain() -> bool:
-    """Whether output goes to a file, a pipe or a CI log rather than to a person."""
-    return not sys.stdout.isatty() or os.environ.get("CI", "").lower() not in ("", "0", "false")
-
-
-def print_table(header: Sequence[str], cells: Sequence[Sequence[str]], title: str = "") -> None:
-    """A rich table on a terminal; aligned lines, never cut or wrapped, anywhere else."""
-    if is_plain():
-        sys.stdout.write("\n".join(_aligned([list(header), *map(list, cells)])) + "\n")
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left")
-    for column in header:
-        shown.add_column(column, overflow="fold")
-    for line in cells:
-        shown.add_row(*(Text(cell) for cell in line))
-    Console().print(shown)
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    for line in lines:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-
-
 def _short(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{k}:{_short(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_short, value)) + "]"
     return f"{value:g}" if isinstance(value, float) else "null" if value is None else str(value)
-
-
-def _percent(fraction: float) -> str:
-    return "-" if math.isnan(fraction) else f"{100 * fraction:.2f}%"
-
-
-def _count(number: float) -> str:
-    return "-" if math.isnan(number) else f"{number:,.0f}"
-
-
-def _size(row: Row) -> str:
-    """The file as it is, packed, and what its tensors take when they are stored dense."""
-    packed, dense = row.mean("model_bytes"), row.mean("dense_bytes")
-    return _bytes(packed) if math.isnan(dense) else f"{_bytes(packed)} of {_bytes(dense)}"
-
-
-def _bytes(number: float) -> str:
-    if math.isnan(number):
-        return "-"
-    for unit in ("B", "KB", "MB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} GB"
 
 
 # ---------------------------------------------------------------------- plot
@@ -233,18 +183,18 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
     except ModuleNotFoundError:
         raise ValueError("--plot needs matplotlib: pip install 'spartan-sparsity[plot]'") from None
-    panels = sorted({(row.data, row.model) for row in rows})
+    panels = panels_of(rows)
     figure = Figure(figsize=(5.2 * len(panels) + 1.5, 4.2), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    places = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (panel, inside) in zip(places, panels.items(), strict=True):
         lines: dict[str, list[Row]] = {}
-        for row in rows:
-            if (row.data, row.model) == panel:
-                lines.setdefault(f"{row.method} {row.setting}".strip(), []).append(row)
+        for row in inside:
+            lines.setdefault(row.label, []).append(row)
         for index, (label, members) in enumerate(lines.items()):
             style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
             _draw_line(axes, label, members, style)
         axes.set(title=f"{panel[1]} on {panel[0]}", xlabel="sparsity", ylabel="top-1 %")
-        _sparsity_axis(axes, sorted({r.sparsity for members in lines.values() for r in members if r.sparsity}))
+        _sparsity_axis(axes, sorted({r.sparsity for r in inside if r.sparsity}))
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize="small")
     try:

@@ -1,19 +1,18 @@
-"""One self-contained HTML page: styles, code and data are inside it, nothing is fetched."""
+"""Writes one self-contained HTML page: styles, code and data are inside it, nothing is fetched."""
 
 from __future__ import annotations
 
 import json
-import os
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from spartan.app.report.reading import read_run
 from spartan.app.report.series import plain
 from spartan.app.report.several import comparison_page
 from spartan.app.report.single import run_page
 from spartan.app.report.words import escape
-from spartan.app.train.runs import find_runs, is_run
+from spartan.app.runs import RunFolder, find_runs, is_run
+from spartan.disk import replace_file
 
 # Nothing outside the page may be loaded, whatever a recipe or a layer's name says.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
@@ -38,15 +37,11 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     """Write the page of a run, or of a folder that holds several; returns where it is (report.html inside by default)."""
     out = run / "report.html" if out is None else out
     if is_run(run):
-        found = read_run(run)
-        title, (body, charts) = found.name, run_page(found)
+        title, (body, charts) = run.resolve().name, run_page(RunFolder(run))
     else:
         title, (body, charts) = run.resolve().name, comparison_page(run, find_runs([run]), out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    # A page that is open in a browser, or read by another process, is never half a page.
-    draft = out.with_name(f"{out.name}.{os.getpid()}.tmp")
-    draft.write_text(_page(title, body, {"charts": charts}), encoding="utf-8")
-    draft.replace(out)
+    replace_file(out, _page(title, body, {"charts": charts}).encode())
     return out
 
 

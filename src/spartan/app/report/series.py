@@ -1,14 +1,21 @@
-"""Numbers for the charts: long series thinned out, masks correlated, all of it safe to write as JSON."""
+"""Prepares numbers for the charts: a run's phases and masks, long series thinned out, all of it safe to write as JSON."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import zipfile
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from spartan.app.runs import RunFolder, number
+from spartan.app.train.setup import build_method
+from spartan.methods import Method, as_method
+from spartan.problem.schedules import Moment
 
 # What a chart gets at most; a screen has no more columns.
 LIMIT = 2000
@@ -59,3 +66,53 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
+
+
+# ---------------------------------------------------------------------- of a run
+
+
+def total_steps(run: RunFolder) -> int | None:
+    """Optimizer steps of the whole run, as far as the files tell."""
+    if run.summary and (steps := number(run.summary.get("steps"))):
+        return int(steps)
+    if run.epochs and (step := number(run.epochs[-1].get("step"))):
+        return round(step / run.epochs[-1]["epoch"] * run.planned_epochs)
+    return None
+
+
+def phases(run: RunFolder) -> list[dict[str, Any]]:
+    """Where warm-up, intermediate and finetune phases begin and end, in steps; empty where that is unknown."""
+    total, method = total_steps(run), _built_method(run)
+    given = {key: number(run.recipe.get(key)) for key in ("warmup", "finetune")}
+    warmup, finetune = (getattr(method, key, None) if value is None else value for key, value in given.items())
+    if not total or warmup is None or finetune is None or run.dense:
+        return []
+    try:
+        at = Moment.start(total, warmup, finetune, 0)
+    except ValueError:
+        return []
+    edges = [0, at.warmup_steps, at.freeze_step, total]
+    names = ["warm-up", "intermediate", "finetune"]
+    return [{"from": a, "to": b, "name": n} for a, b, n in zip(edges[:-1], edges[1:], names, strict=True) if b > a]
+
+
+def _built_method(run: RunFolder) -> Method | None:
+    """The method with its settings, which may decide how long its phases are; None where it cannot be built."""
+    with contextlib.suppress(ValueError):
+        return build_method(run.config)
+    with contextlib.suppress(ValueError):  # the recipe is another version's
+        return as_method(run.method)
+    return None
+
+
+def kept_bits(run: RunFolder) -> npt.NDArray[np.bool_] | None:
+    """The kept bits of the sampled weights, [epochs, n]; None where there are none to read."""
+    try:
+        # Opened here: numpy forgets to close a file that it cannot read.
+        with (run.folder / "masks.npz").open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            bits, n = file["bits"], int(file["n"])
+        if bits.ndim != 2 or bits.dtype != np.uint8 or n < 1 or bits.shape[1] * 8 < n:
+            return None
+        return np.unpackbits(bits, axis=1, count=n).astype(bool)
+    except (OSError, KeyError, ValueError, TypeError, EOFError, zipfile.BadZipFile):
+        return None

@@ -1,4 +1,4 @@
-"""The page that compares the runs of a folder."""
+"""Writes the page that compares the runs of a folder."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 from urllib.parse import quote
 
 from spartan.app.report.charts import Chart, line
-from spartan.app.report.compare import Row, rows_of
-from spartan.app.report.reading import number
+from spartan.app.report.compare import Row, panels_of, rows_of
 from spartan.app.report.single import LAST_EPOCH, chart_grid
-from spartan.app.report.words import Cell, count, duration, escape, percent, size, table
-from spartan.app.train.runs import Run, asked_sparsity
+from spartan.app.report.words import NONE, Cell, count, duration, escape, figure, percent, size, table
+from spartan.app.runs import RunFolder, number
 
 
-def comparison_page(folder: Path, runs: Sequence[Run], out: Path) -> tuple[str, list[Chart]]:
+def comparison_page(folder: Path, runs: Sequence[RunFolder], out: Path) -> tuple[str, list[Chart]]:
     """The page's body, and its charts."""
     rows = rows_of(runs)
     charts = _charts(rows)
@@ -35,58 +34,39 @@ def comparison_page(folder: Path, runs: Sequence[Run], out: Path) -> tuple[str, 
         body += f"<section><h2>Accuracy</h2>{chart_grid(charts)}</section>"
     if rows:
         body += f'<section><h2>Methods</h2><div class="card">{_row_table(rows)}</div></section>'
-    body += f'<section><h2>Runs</h2><div class="card">{_run_table(runs, out)}</div></section>'
+    runs_table = table([_run_cells(run, out) for run in runs], "Every run", text=3)
+    body += f'<section><h2>Runs</h2><div class="card">{runs_table}</div></section>'
     return body, charts
-
-
-def _panels(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Figures are comparable within a data set and a model."""
-    return sorted({(row.data, row.model) for row in rows})
-
-
-def _label(row: Row) -> str:
-    return f"{row.method} {row.setting}".strip()
 
 
 # ---------------------------------------------------------------------- tables
 
 
 def _row_table(rows: Sequence[Row]) -> str:
-    several = len(_panels(rows)) > 1
-    words = ["data", "model", "method"] if several else ["method"]
-    words += ["setting"] if any(row.extra for row in rows) else []
-    figures = [
-        "sparsity",
-        "runs",
-        "top-1",
-        "top-5",
-        "achieved sparsity",
-        "nonzero",
-        "FLOPs",
-        "file",
-        "dense file",
-        "time",
-    ]
-    cells: list[list[Cell]] = []
-    for row in rows:
-        texts = {"data": row.data, "model": row.model, "method": row.method, "setting": row.setting or "–"}
-        cells.append(
-            [
-                *((texts[w], texts[w]) for w in words),
-                (f"{100 * row.sparsity:g}%", row.sparsity),
-                (str(len(row.runs)), len(row.runs)),
-                _plus_minus(row, "top1"),
-                _plus_minus(row, "top5"),
-                _figure(row.mean("achieved_sparsity"), percent),
-                _figure(row.mean("nonzero"), count),
-                _figure(row.flops, lambda v: percent(v, 1)),
-                _figure(row.mean("model_bytes"), size),
-                _figure(row.mean("dense_bytes"), size),
-                _figure(row.mean("seconds"), duration),
-            ]
-        )
+    hidden = set() if len(panels_of(rows)) > 1 else {"data", "model"}
+    hidden |= set() if any(row.extra for row in rows) else {"setting"}
+    cells = [{key: cell for key, cell in _row_cells(row).items() if key not in hidden} for row in rows]
     note = '<p class="note">FLOPs are a fraction of the dense model’s. A click on a heading sorts.</p>'
-    return table([*words, *figures], cells, "Means over seeds, by method and sparsity", text=len(words)) + note
+    return table(cells, "Means over seeds, by method and sparsity", text=4 - len(hidden)) + note
+
+
+def _row_cells(row: Row) -> dict[str, Cell]:
+    return {
+        "data": row.data,
+        "model": row.model,
+        "method": row.method,
+        "setting": row.setting or NONE,
+        "sparsity": (f"{100 * row.sparsity:g}%", row.sparsity),
+        "runs": (str(len(row.runs)), len(row.runs)),
+        "top-1": _plus_minus(row, "top1"),
+        "top-5": _plus_minus(row, "top5"),
+        "achieved sparsity": figure(row.mean("achieved_sparsity"), percent),
+        "nonzero": figure(row.mean("nonzero"), count),
+        "FLOPs": figure(row.flops, percent, 1),
+        "file": figure(row.mean("model_bytes"), size),
+        "dense file": figure(row.mean("dense_bytes"), size),
+        "time": figure(row.mean("seconds"), duration),
+    }
 
 
 def _plus_minus(row: Row, key: str) -> Cell:
@@ -94,38 +74,21 @@ def _plus_minus(row: Row, key: str) -> Cell:
     return percent(mean) + ("" if std is None else f" ± {100 * std:.2f}"), mean
 
 
-def _figure(value: float, show: Callable[[Any], str]) -> Cell:
-    return show(value), number(value)
-
-
-def _run_table(runs: Sequence[Run], out: Path) -> str:
-    columns = ["run", "method", "state", "sparsity", "seed", "top-1", "achieved sparsity", "time"]
-    cells: list[list[Cell]] = []
-    for run in runs:
-        summary = run.summary or {}
-        state = "finished" if run.finished else f"unfinished, {len(run.epochs)} of {run.config.epochs} epochs"
-        top1 = summary.get("top1") if run.finished else run.epochs[-1].get("top1") if run.epochs else None
-        sparsity = asked_sparsity(run.config)
-        name = run.folder.resolve().name
-        cells.append(
-            [
-                (name, name, f'<a href="{escape(_address(run.folder, out))}">{escape(name)}</a>'),
-                (run.config.method, run.config.method),
-                (state, state),
-                (f"{100 * sparsity:g}%", sparsity),
-                (str(run.seed), run.seed),
-                (percent(top1), number(top1)),
-                (percent(summary.get("achieved_sparsity")), number(summary.get("achieved_sparsity"))),
-                (duration(summary.get("seconds")), number(summary.get("seconds"))),
-            ]
-        )
-    return table(columns, cells, "Every run", text=3)
-
-
-def _address(folder: Path, out: Path) -> str:
-    """The run's page where it has one, else its folder, relative to the page that links to it."""
-    page = folder / "report.html"
-    return quote(os.path.relpath(page if page.is_file() else folder, out.parent).replace(os.sep, "/"))
+def _run_cells(run: RunFolder, out: Path) -> dict[str, Cell]:
+    scores = run.summary or {"top1": run.epochs[-1].get("top1") if run.epochs else None}
+    # The run's page where it has one, else its folder, relative to the page that links to it.
+    page = run.folder / "report.html"
+    address = os.path.relpath(page if page.is_file() else run.folder, out.parent).replace(os.sep, "/")
+    return {
+        "run": (run.name, run.name, f'<a href="{escape(quote(address))}">{escape(run.name)}</a>'),
+        "method": run.method,
+        "state": run.status,
+        "sparsity": (f"{100 * run.sparsity:g}%", run.sparsity),
+        "seed": (str(run.seed), run.seed),
+        "top-1": figure(scores.get("top1"), percent),
+        "achieved sparsity": figure(scores.get("achieved_sparsity"), percent),
+        "time": figure(scores.get("seconds"), duration),
+    }
 
 
 # ---------------------------------------------------------------------- charts
@@ -133,16 +96,15 @@ def _address(folder: Path, out: Path) -> str:
 
 def _charts(rows: Sequence[Row]) -> list[Chart]:
     """Accuracy against sparsity and, where FLOPs are known, against FLOPs; for every data set and model."""
-    panels = _panels(rows)
+    panels = panels_of(rows)
     axes: list[tuple[str, str, dict[str, Any], Callable[[Row], float]]] = [
         ("sparsity", "sparsity", {"label": "sparsity (%)", "scale": "sparsity"}, lambda row: row.sparsity),
         ("flops", "FLOPs", {"label": "FLOPs (% of dense)", "scale": "log"}, lambda row: row.flops),
     ]
     charts = []
-    for i, panel in enumerate(panels):
-        members = [row for row in rows if (row.data, row.model) == panel]
+    for i, ((data, model), members) in enumerate(panels.items()):
+        where = f": {model} on {data}" if len(panels) > 1 else ""
         for key, word, x, at in axes:
-            where = f": {panel[1]} on {panel[0]}" if len(panels) > 1 else ""
             chart = _accuracy_chart(members, {**x, "unit": "%"}, at)
             if chart is not None:
                 charts.append({"id": f"{key}-{i}", "title": f"Accuracy against {word}{where}", **chart})
@@ -159,9 +121,9 @@ def _accuracy_chart(rows: Sequence[Row], x: dict[str, Any], at: Callable[[Row], 
         if mean is None:
             continue
         if row.sparsity == 0:
-            levels.append({"y": 100 * mean, "name": _label(row), "error": error})
+            levels.append({"y": 100 * mean, "name": row.label, "error": error})
         elif place is not None and place > 0:
-            found.setdefault(_label(row), []).append((100 * place, 100 * mean, error))
+            found.setdefault(row.label, []).append((100 * place, 100 * mean, error))
     series = []
     for i, (label, points) in enumerate(sorted(found.items())):
         xs, ys, errors = zip(*sorted(points, key=lambda p: p[0]), strict=True)

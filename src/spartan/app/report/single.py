@@ -1,4 +1,4 @@
-"""The page of one run."""
+"""Writes the page of one run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import shlex
 from typing import Any
 
 from spartan.app.report.charts import Chart, exploration_charts, layer_charts, sparsity_charts, training_charts
-from spartan.app.report.reading import Run, number
-from spartan.app.report.words import Cell, card, count, duration, escape, percent, ratio, short, size, table
+from spartan.app.report.words import Cell, card, count, duration, escape, figure, percent, ratio, short, size, table
+from spartan.app.runs import RunFolder, number
 
 LAST_EPOCH = (
     "Accuracy is that of the last epoch on the test data, not the best one seen on the way: "
@@ -15,7 +15,7 @@ LAST_EPOCH = (
 )
 
 
-def run_page(run: Run) -> tuple[str, list[Chart]]:
+def run_page(run: RunFolder) -> tuple[str, list[Chart]]:
     """The page's body, and its charts."""
     sections = [
         ("Training", "", training_charts(run)),
@@ -23,11 +23,11 @@ def run_page(run: Run) -> tuple[str, list[Chart]]:
         ("Exploration", "", exploration_charts(run)),
         ("Layers", _layer_table(run), layer_charts(run)),
     ]
-    if run.method == "dense":
+    if run.dense:
         del sections[2]
     parts = [_header(run), _notices(run), _cards(run), f'<p class="note lead">{escape(LAST_EPOCH)}</p>']
     for title, extra, charts in sections:
-        extra = extra or _nothing(run, title, charts)
+        extra = extra or _why_empty(run, title, charts)
         parts.append(f"<section><h2>{title}</h2>{chart_grid(charts)}{extra}</section>")
     parts.append(_reproduce(run))
     return "\n".join(parts), [chart for _, _, charts in sections for chart in charts]
@@ -46,15 +46,13 @@ def chart_grid(charts: list[Chart]) -> str:
     return f'<div class="grid">{"".join(figures)}</div>' if figures else ""
 
 
-def _header(run: Run) -> str:
+def _header(run: RunFolder) -> str:
     recipe = run.recipe
     data = recipe.get("data")
     source = data.get("source", "?") if isinstance(data, dict) else "?"
-    what = "dense" if run.method == "dense" else f"{run.method} at {100 * run.sparsity:g}% sparsity"
-    facts = (
-        f"{what} · {recipe.get('model', '?')} on {source} · {run.planned_epochs} epochs · seed {recipe.get('seed', 0)}"
-    )
-    state = "good" if run.summary is not None else "warn"
+    what = "dense" if run.dense else f"{run.method} at {100 * run.sparsity:g}% sparsity"
+    facts = f"{what} · {recipe.get('model', '?')} on {source} · {run.planned_epochs} epochs · seed {run.seed}"
+    state = "good" if run.finished else "warn"
     description = f"<p>{escape(recipe['description'])}</p>" if recipe.get("description") else ""
     return (
         f'<header><div><p class="label">Spartan run</p><h1>{escape(run.name)}</h1><p class="facts">{escape(facts)}</p>'
@@ -62,9 +60,9 @@ def _header(run: Run) -> str:
     )
 
 
-def _notices(run: Run) -> str:
+def _notices(run: RunFolder) -> str:
     texts = []
-    if run.summary is None:
+    if not run.finished:
         texts.append(f"This run is {run.status}; figures are those of the last epoch it reached.")
     lost = next((r for r in run.steps if "loss" in r and number(r["loss"]) is None), None)
     if lost is not None:
@@ -77,7 +75,7 @@ def _notices(run: Run) -> str:
     return "".join(f'<p class="notice" role="note">{escape(t)}</p>' for t in texts)
 
 
-def _cards(run: Run) -> str:
+def _cards(run: RunFolder) -> str:
     last = run.epochs[-1] if run.epochs else {}
     s: dict[str, Any] = run.summary or {}
     top1, top5 = s.get("top1", last.get("top1")), s.get("top5", last.get("top5"))
@@ -86,9 +84,9 @@ def _cards(run: Run) -> str:
     seconds = s.get("seconds", sum(number(e.get("seconds")) or 0 for e in run.epochs) or None)
     flops = ratio(s.get("flops_sparse"), s.get("flops_dense"))
     smaller = ratio(s.get("dense_bytes"), s.get("model_bytes"))
-    below = (
-        "" if smaller is None or smaller < 1.05 else f"packed; dense {size(s['dense_bytes'])}, {smaller:.1f}× as large"
-    )
+    below = ""
+    if smaller is not None and smaller >= 1.05:
+        below = f"packed; dense {size(s['dense_bytes'])}, {smaller:.1f}× as large"
     speed = s.get("images_per_s", last.get("images_per_s"))
     nonzero = f"{count(s['nonzero'])} of {count(s.get('parameters'))}" if "nonzero" in s else "when it finishes"
     work = "of dense" if flops is None else f"of dense; {short(s['flops_sparse'])} of {short(s['flops_dense'])}"
@@ -104,52 +102,50 @@ def _cards(run: Run) -> str:
     return f'<div class="figures">{"".join(cards)}</div>'
 
 
-def _nothing(run: Run, title: str, charts: list[Chart]) -> str:
+def _why_empty(run: RunFolder, title: str, charts: list[Chart]) -> str:
     """Why a section is empty."""
     if charts:
         return ""
-    if title == "Sparsity" and run.method == "dense":
+    reasons = {
+        "Layers": "The layer table is written when the run finishes.",
+        "Exploration": "Needs the masks of two epochs or more (masks.npz).",
+    }
+    text = reasons.get(title, "Nothing was logged yet.")
+    if title == "Sparsity" and run.dense:
         text = "A dense run: every weight is kept."
-    elif title == "Layers":
-        text = "The layer table is written when the run finishes."
-    elif title == "Exploration":
-        text = "Needs the masks of two epochs or more (masks.npz)."
-    else:
-        text = "Nothing was logged yet."
     return f'<p class="note">{text}</p>'
 
 
-def _layer_table(run: Run) -> str:
+def _layer_table(run: RunFolder) -> str:
     layers = (run.summary or {}).get("layers") or []
     if not layers:
         return ""
     with_flops = any(number(layer.get("flops")) is not None for layer in layers)
-    columns = ["#", "layer", "shape", "parameters", "kept", "density"]
-    columns += ["FLOPs, dense", "FLOPs, sparse"] if with_flops else []
-    rows: list[list[Cell]] = []
+    rows: list[dict[str, Cell]] = []
     for i, layer in enumerate(layers, 1):
-        shape, density = layer.get("shape") or [], number(layer.get("density"))
+        name, density = str(layer.get("name", "?")), number(layer.get("density"))
         width = 0 if density is None else min(max(100 * density, 0), 100)
         bar = f'<span class="meter"><i style="width:{width:.2f}%"></i></span><b>{percent(density)}</b>'
-        row: list[Cell] = [
-            (str(i), i),
-            (str(layer.get("name", "?")), layer.get("name"), f"<code>{escape(layer.get('name', '?'))}</code>"),
-            ("×".join(str(d) for d in shape), layer.get("parameters")),
-            (count(layer.get("parameters")), layer.get("parameters")),
-            (count(layer.get("kept")), layer.get("kept")),
-            (percent(density), density, bar),
-        ]
+        row: dict[str, Cell] = {
+            "#": (str(i), i),
+            "layer": (name, name, f"<code>{escape(name)}</code>"),
+            "shape": ("×".join(map(str, layer.get("shape") or [])), layer.get("parameters")),
+            "parameters": figure(layer.get("parameters"), count),
+            "kept": figure(layer.get("kept"), count),
+            "density": (percent(density), density, bar),
+        }
         if with_flops:
-            row += [(short(layer.get(key)), number(layer.get(key))) for key in ("flops", "sparse_flops")]
+            row["FLOPs, dense"] = figure(layer.get("flops"), short)
+            row["FLOPs, sparse"] = figure(layer.get("sparse_flops"), short)
         rows.append(row)
     note = '<p class="note">FLOPs are per image. A click on a heading sorts.</p>' if with_flops else ""
-    return f'<div class="card">{table(columns, rows, "Layers", text=3)}{note}</div>'
+    return f'<div class="card">{table(rows, "Layers", text=3)}{note}</div>'
 
 
-def _reproduce(run: Run) -> str:
+def _reproduce(run: RunFolder) -> str:
     again = shlex.join(["spartan", "train", f"{run.name}/recipe.yaml", "--out", f"{run.name}-again"])
     resume = shlex.join(["spartan", "train", "--resume", run.name])
-    ask = "Continue it (a finished run is left as it is)" if run.summary is not None else "Continue it where it stopped"
+    ask = "Continue it (a finished run is left as it is)" if run.finished else "Continue it where it stopped"
     environment = run.environment
     command = environment.get("command")
     facts: list[tuple[str, Any]] = [

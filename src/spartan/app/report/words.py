@@ -1,14 +1,18 @@
-"""Numbers as people read them, and small pieces of HTML."""
+"""Writes numbers as people read them, and small pieces of HTML."""
 
 from __future__ import annotations
 
+import functools
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spartan.app.report.reading import number
+from spartan.app.runs import number
 
 NONE = "–"
+_RIGHT = ' class="num"'
+# Text that sorts by itself; what is shown and what it sorts by; or these and HTML of its own.
+Cell = str | tuple[str, Any] | tuple[str, Any, str]
 
 
 def escape(value: Any) -> str:
@@ -16,48 +20,49 @@ def escape(value: Any) -> str:
     return html.escape(str(value), quote=True)
 
 
-def percent(value: Any, digits: int = 2) -> str:
+def _or_dash(show: Callable[..., str]) -> Callable[..., str]:
+    """Shows a number, and a dash where there is none."""
+
+    @functools.wraps(show)
+    def shown(value: Any, *options: Any) -> str:
+        found = number(value)
+        return NONE if found is None else show(found, *options)
+
+    return shown
+
+
+@_or_dash
+def percent(value: float, digits: int = 2) -> str:
     """0.9234 is 92.34%."""
-    found = number(value)
-    return NONE if found is None else f"{100 * found:.{digits}f}%"
+    return f"{100 * value:.{digits}f}%"
 
 
-def count(value: Any) -> str:
+@_or_dash
+def count(value: float) -> str:
     """1,234,567."""
-    found = number(value)
-    return NONE if found is None else f"{round(found):,}"
+    return f"{round(value):,}"
 
 
-def short(value: Any) -> str:
+@_or_dash
+def short(value: float, unit: str = "") -> str:
     """1.23 M, 41.1 M, 3.6 G."""
-    found = number(value)
-    if found is None:
-        return NONE
-    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if abs(found) >= size:
-            return f"{found / size:.3g}{unit}"
-    return f"{found:.3g}"
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}".rstrip()
 
 
 def size(value: Any) -> str:
     """Bytes with a unit."""
-    found = number(value)
-    if found is None:
-        return NONE
-    for step, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if found >= step:
-            return f"{found / step:.2f} {unit}"
-    return f"{found:.0f} bytes"
+    return short(value, "B")
 
 
-def duration(value: Any) -> str:
+@_or_dash
+def duration(value: float) -> str:
     """Seconds as hours and minutes."""
-    found = number(value)
-    if found is None:
-        return NONE
-    if found < 60:
-        return f"{found:.1f} s"
-    minutes, seconds = divmod(round(found), 60)
+    if value < 60:
+        return f"{value:.1f} s"
+    minutes, seconds = divmod(round(value), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
 
@@ -75,13 +80,18 @@ def card(label: str, value: str, note: str = "", main: bool = False) -> str:
     return f'<div class="{kind}"><p class="label">{escape(label)}</p><p class="value">{escape(value)}</p>{small}</div>'
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str, text: int = 1) -> str:
-    """A sortable table whose first `text` columns are words and the others numbers."""
+def figure(value: Any, show: Callable[..., str], *options: Any) -> Cell:
+    """A number as `show` writes it, sorted by its value."""
+    return show(value, *options), number(value)
+
+
+def table(rows: Sequence[Mapping[str, Cell]], caption: str, text: int = 1) -> str:
+    """A sortable table of rows, each its cells by column; the first `text` columns are words and the others numbers."""
     head = "".join(
-        f'<th scope="col" aria-sort="none"{"" if i < text else num}><button type="button">{escape(c)}</button></th>'
-        for i, c in enumerate(columns)
+        f'<th scope="col" aria-sort="none"{"" if i < text else _RIGHT}><button type="button">{escape(c)}</button></th>'
+        for i, c in enumerate(rows[0])
     )
-    body = "".join("<tr>" + "".join(_cell(c, i >= text) for i, c in enumerate(row)) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(_cell(c, i >= text) for i, c in enumerate(row.values())) + "</tr>" for row in rows)
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="sortable">'
         f'<caption class="hidden">{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody>'
@@ -89,12 +99,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str, 
     )
 
 
-num = ' class="num"'
-# What is shown and what it sorts by; or HTML of its own with its sort key.
-Cell = tuple[str, Any] | tuple[str, Any, str]
-
-
 def _cell(cell: Cell, right: bool) -> str:
+    cell = (cell, cell) if isinstance(cell, str) else cell
     key = "" if cell[1] is None else escape(cell[1])
     inner = cell[2] if len(cell) == 3 else escape(cell[0])
-    return f'<td data-key="{key}"{num if right else ""}>{inner}</td>'
+    return f'<td data-key="{key}"{_RIGHT if right else ""}>{inner}</td>'

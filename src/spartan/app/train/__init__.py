@@ -1,1 +1,1 @@
-"""The application: recipes, data, models, the training loop and its files."""
+"""Trains by recipes: data, the loop, its processes and its files."""

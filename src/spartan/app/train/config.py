@@ -1,27 +1,39 @@
-"""Recipes: YAML with a typed schema. Every mistake names its key and, where there is one, the key that was meant."""
+"""Reads recipes: YAML with a typed schema. Every mistake names its key and, where there is one, the key that was meant."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import resources
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-# Patterns by name; blocks are a pair of numbers.
-PATTERN = r"unstructured|channel(:(in|out))?|nm:\d+:\d+"
+from spartan.problem.costs import cost_by_name
+from spartan.problem.patterns import read_pattern
+from spartan.wording import nearest, one_line
 
 
 class RecipeError(ValueError):
     """A recipe that cannot be run; the text says which key, what was given and what is accepted."""
+
+
+@contextmanager
+def blaming_the_recipe(key: str = "") -> Iterator[None]:
+    """Raises as RecipeError whatever ValueError the library has about values that come from a recipe, under that key."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except ValueError as error:
+        raise RecipeError(f"{key}: {error}" if key else str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -80,10 +92,10 @@ class Config:
     method: str = "spartan"
     # arguments of the method; for spartan e.g. {beta: [1, 10]} or {solver: sinkhorn, init: threshold}
     method_args: dict[str, Any] = field(default_factory=dict)
-    # unstructured, [h, w] for blocks, channel, channel:in, or nm:N:M (nm:2:4)
+    # unstructured, [h, w] for blocks, channel, channel:in, nm:N:M (nm:2:4), heads:H, or one of your own by its name
     pattern: str | tuple[int, int] = "unstructured"
-    # params, or flops
-    cost: Literal["params", "flops"] = "params"
+    # params, flops, or one of your own by its name
+    cost: str = "params"
     # with flops: v = c^p |θ|
     value_power: float = 1.0
     # global, uniform, erk, {glob: sparsity}; null: the method's own
@@ -95,6 +107,8 @@ class Config:
     finetune: float | None = None
     # what sparsity is a fraction of: targets, or model
     count: Literal["targets", "model"] = "targets"
+    # fraction of a layer that is kept at least, where layers share a budget; or {glob: fraction}
+    min_density: float | dict[str, float] = 0.0
     # digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, torchvision/NAME, timm/NAME, or module:function
     model: str = "digits-cnn"
     model_args: dict[str, Any] = field(default_factory=dict)
@@ -132,25 +146,20 @@ class Config:
 
 def _check_ranges(c: Config) -> None:
     """What types alone do not say."""
-    at_least_one = {"epochs": c.epochs, "batch_size": c.batch_size, "checkpoint_epochs": c.checkpoint_epochs}
-    at_least_one |= {"data.image_size": c.data.image_size}
-    at_least_zero: dict[str, float] = {"label_smoothing": c.label_smoothing, "mixup": c.mixup, "cutmix": c.cutmix}
-    at_least_zero |= {"seed": c.seed}
-    at_least_zero |= {"data.pad": c.data.pad, "data.cutout": c.data.cutout, "data.workers": c.data.workers}
-    at_least_zero |= {"optimizer.weight_decay": c.optimizer.weight_decay, "optimizer.final_lr": c.optimizer.final_lr}
-    at_least_zero |= {"optimizer.warmup_epochs": c.optimizer.warmup_epochs, "checkpoint_steps": c.checkpoint_steps}
-    for key, count in at_least_one.items():
-        if count < 1:
+    for key in ("epochs", "batch_size", "checkpoint_epochs", "data.image_size"):
+        if (count := attrgetter(key)(c)) < 1:
             raise RecipeError(f"{key}: {count} is too small; it must be at least 1")
-    for key, value in at_least_zero.items():
-        if not value >= 0:
+    at_least_zero = ["seed", "label_smoothing", "mixup", "cutmix", "data.pad", "data.cutout", "data.workers"]
+    at_least_zero += ["optimizer.weight_decay", "optimizer.final_lr", "optimizer.warmup_epochs", "checkpoint_steps"]
+    for key in at_least_zero:
+        if not (value := attrgetter(key)(c)) >= 0:
             raise RecipeError(f"{key}: {value} is negative; it must be at least 0")
     if not 0 <= c.sparsity < 1:
         raise RecipeError(f"sparsity: {c.sparsity} is outside [0, 1): it is the fraction that is gone, such as 0.95")
-    if isinstance(c.pattern, str) and not re.fullmatch(PATTERN, c.pattern):
-        raise RecipeError(
-            f"pattern: {c.pattern!r} is not accepted; accepted: unstructured, [h, w], channel, channel:in, nm:N:M"
-        )
+    with blaming_the_recipe("pattern"):
+        read_pattern(c.pattern)
+    with blaming_the_recipe("cost"):
+        cost_by_name(c.cost)
     if not (c.optimizer.lr > 0 and math.isfinite(c.optimizer.lr)):
         raise RecipeError(f"optimizer.lr: {c.optimizer.lr} is no learning rate; it must be positive")
     if c.label_smoothing >= 1:
@@ -167,7 +176,7 @@ def _check_ranges(c: Config) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without its numbers to the base 60: 2:4 is text, not 124."""
+    """Reads YAML without its numbers to the base 60: 2:4 is text, not 124."""
 
 
 def _decimal(loader: _Loader, node: yaml.ScalarNode) -> Any:
@@ -177,6 +186,11 @@ def _decimal(loader: _Loader, node: yaml.ScalarNode) -> Any:
 
 for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
     _Loader.add_constructor(_tag, _decimal)
+
+
+def parse_yaml(text: str) -> Any:
+    """What YAML says, as recipes are read."""
+    return yaml.load(text, _Loader)
 
 
 def recipe_names() -> list[str]:
@@ -189,13 +203,13 @@ def load_recipe(recipe: str | Path, sets: Sequence[str] = ()) -> Config:
     """A built-in recipe by name, or a YAML file, with `key=value` settings on top (dots reach into sections)."""
     text, origin = _read(recipe)
     try:
-        values = yaml.load(text, _Loader) or {}
+        values = parse_yaml(text) or {}
     except yaml.YAMLError as error:
-        raise RecipeError(f"{origin} is not YAML: {' '.join(str(error).split())}") from None
+        raise RecipeError(f"{origin} is not YAML: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise RecipeError(f"{origin} must be a table of keys and values, not {type(values).__name__}")
     for setting in sets:
-        _apply(values, setting)
+        _apply_setting(values, setting)
     return from_dict(values)
 
 
@@ -207,11 +221,11 @@ def _read(recipe: str | Path) -> tuple[str, str]:
         if not path.is_file():
             raise RecipeError(f"recipe: there is no file {path}")
         return path.read_text("utf-8"), str(path)
-    hint = nearest(str(recipe), recipe_names())
+    hint = nearest(recipe, recipe_names())
     raise RecipeError(f"recipe: {recipe!r} is unknown{hint}; `spartan recipes` lists them, a path must end in .yaml")
 
 
-def _apply(values: dict[str, Any], setting: str) -> None:
+def _apply_setting(values: dict[str, Any], setting: str) -> None:
     key, equals, text = setting.partition("=")
     if not equals or not key:
         raise RecipeError(f"--set {setting!r}: write key=value, such as --set epochs=20 or --set optimizer.lr=0.05")
@@ -222,32 +236,29 @@ def _apply(values: dict[str, Any], setting: str) -> None:
             raise RecipeError(f"{key}: {section} is a value, not a section")
         values = inner
     try:
-        values[last] = _number_or(yaml.load(text, _Loader))
+        values[last] = _as_number(parse_yaml(text))
     except yaml.YAMLError:
         raise RecipeError(f"--set {setting!r}: {text!r} cannot be read as a value") from None
 
 
-def _number_or(value: Any) -> Any:
+def _as_number(value: Any) -> Any:
     """YAML 1.1 reads 1e-4 as text; people mean the number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
+    with suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
     return value
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
     """A checked Config."""
-    return typing.cast(Config, _build(Config, values, ""))
+    return typing.cast(Config, _build_section(Config, values, ""))
 
 
-def _build(cls: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
+def _build_section(cls: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
     hints = typing.get_type_hints(cls)
     known = [f.name for f in dataclasses.fields(cls)]
     for key in values:
         if key not in known:
-            raise RecipeError(f"{prefix}{key}: there is no such key{nearest(str(key), known)}")
+            raise RecipeError(f"{prefix}{key}: there is no such key{nearest(key, known)}")
     return cls(**{key: _convert(hints[key], value, prefix + key) for key, value in values.items()})
 
 
@@ -256,13 +267,13 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise RecipeError(f"{key}: {value!r} must be a section with keys of its own")
-        return _build(typing.cast(type[Any], hint), value, key + ".")
+        return _build_section(typing.cast(type[Any], hint), value, key + ".")
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return _convert_union(args, value, key, hint)
     if origin is Literal:
         if value not in args:
-            raise RecipeError(f"{key}: {value!r} is not accepted{nearest(str(value), args)}; accepted: {_list(args)}")
+            raise RecipeError(f"{key}: {value!r} is not accepted{nearest(value, args)}; accepted: {_type_name(hint)}")
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)) or len(value) != len(args):
@@ -276,20 +287,20 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         if not isinstance(value, Mapping):
             raise RecipeError(f"{key}: {value!r} must be a table of keys and values")
         return {str(k): v if args[1] is Any else _convert(args[1], v, f"{key}.{k}") for k, v in value.items()}
-    return _convert_scalar(hint, _number_or(value) if hint in (int, float) else value, key)
+    return _convert_scalar(hint, _as_number(value) if hint in (int, float) else value, key)
 
 
 def _convert_union(args: tuple[Any, ...], value: Any, key: str, hint: Any) -> Any:
-    if value is None and type(None) in args:
-        return None
-    for arg in args:
-        if arg is not type(None):
-            try:
-                return _convert(arg, value, key)
-            except RecipeError as error:
-                last = error
     choices = [a for a in args if a is not type(None)]
-    raise last if len(choices) == 1 else RecipeError(f"{key}: {value!r} is not accepted; accepted: {_type_name(hint)}")
+    if value is None and len(choices) < len(args):
+        return None
+    for choice in choices:
+        try:
+            return _convert(choice, value, key)
+        except RecipeError:
+            if len(choices) == 1:
+                raise
+    raise RecipeError(f"{key}: {value!r} is not accepted; accepted: {_type_name(hint)}")
 
 
 def _convert_scalar(hint: type, value: Any, key: str) -> Any:
@@ -304,38 +315,22 @@ def _convert_scalar(hint: type, value: Any, key: str) -> Any:
 
 
 def _type_name(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    if hint in names:
-        return names[hint]
-    args = typing.get_args(hint)
-    if typing.get_origin(hint) is Literal:
-        return _list(args)
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return ", ".join(map(str, args))
+    if origin in (types.UnionType, typing.Union):
         return ", ".join(_type_name(a) for a in args)
-    return {list: "a list", tuple: "a list", dict: "a table"}.get(typing.get_origin(hint) or hint, str(hint))
-
-
-def _list(values: Sequence[Any]) -> str:
-    return ", ".join(str(v) for v in values)
-
-
-def nearest(word: str, words: Sequence[Any]) -> str:
-    """A hint for a misspelt word, or nothing."""
-    near = difflib.get_close_matches(word, [str(w) for w in words], n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
-def reason(error: BaseException) -> str:
-    """An exception in one line."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    names |= {list: "a list", tuple: "a list", dict: "a table"}
+    return names[origin or hint]
 
 
 def to_yaml(config: Config) -> str:
     """The resolved recipe, every key included; `load_recipe` reads it back to the same Config."""
-    return yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True, width=110)
+    return yaml.safe_dump(_without_tuples(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True, width=110)
 
 
-def _plain(value: Any) -> Any:
+def _without_tuples(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+        return {k: _without_tuples(v) for k, v in value.items()}
+    return [_without_tuples(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -1,20 +1,19 @@
-"""Where images come from: the interface of every source, and the choice among them."""
+"""Chooses where images come from, and says what every source gives."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from spartan.app.train.config import Config, RecipeError, nearest
+from spartan.app.train.config import Config, RecipeError
 from spartan.app.train.processes import Processes, micro_batch
+from spartan.wording import nearest
+from spartan.zoo import Shape
 
 Batch = tuple[Tensor, Tensor]
 
@@ -28,23 +27,19 @@ class Data(ABC):
     """
 
     def __init__(
-        self,
-        config: Config,
-        device: torch.device,
-        us: Processes,
-        classes: int,
-        shape: tuple[int, int, int],
-        train: int,
-        test: int,
+        self, config: Config, device: torch.device, us: Processes, classes: int, shape: Shape, sizes: tuple[int, int]
     ) -> None:
         self.config, self.device, self.us = config, device, us
-        self.classes, self.shape, self.train_size, self.test_size = classes, shape, train, test
-        self.micro = micro_batch(config, us.world)
-        for part, size in (("training", train), ("test", test)):
+        self.classes, self.shape, (self.train_size, self.test_size) = classes, shape, sizes
+        # images per forward pass of one process, in training and in testing
+        self.micro = self.test_micro = micro_batch(config, us.world)
+        for part, size in zip(("training", "test"), sizes, strict=True):
             if not size:
                 raise RecipeError(f"data.source: {config.data.source} has no {part} images")
-        if config.batch_size > train:
-            raise RecipeError(f"batch_size: {config.batch_size} is larger than the training set of {train:,} images")
+        if config.batch_size > self.train_size:
+            raise RecipeError(
+                f"batch_size: {config.batch_size} is larger than the training set of {self.train_size:,} images"
+            )
 
     @property
     def micro_batches(self) -> int:
@@ -56,11 +51,6 @@ class Data(ABC):
         """Batches in `test()` of the process that has the most images."""
         most = -(-self.test_size // self.us.world)
         return -(-most // self.test_micro)
-
-    @property
-    @abstractmethod
-    def test_micro(self) -> int:
-        """Test images per forward pass of one process."""
 
     @abstractmethod
     def train(self, epoch: int, start: int = 0) -> Iterator[Batch]:
@@ -97,20 +87,3 @@ def source_path(config: Config) -> Path:
     if not config.data.path:
         raise RecipeError(f"data.path: not set; {config.data.source} needs it (--set data.path=...)")
     return Path(config.data.path).expanduser()
-
-
-def load_function(key: str, spec: str) -> Callable[..., Any]:
-    """The function that `module:function` names; modules in the current directory are found too."""
-    module_name, _, name = spec.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code, which may fail in any way
-        raise RecipeError(f"{key}: cannot import {module_name!r} ({type(error).__name__}: {error})") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        public = [n for n in vars(module) if not n.startswith("_")]
-        raise RecipeError(f"{key}: {module_name!r} has no function {name!r}{nearest(name, public)}")
-    return function

@@ -1,38 +1,23 @@
-"""What a person sees while a run trains: a bar in a terminal, a plain line per epoch elsewhere."""
+"""Shows how far a run has come: a bar in a terminal, a plain line per epoch elsewhere."""
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from typing import Any
 
 from spartan import Sparsifier
+from spartan.app.terminal import ProgressBar, is_plain
 from spartan.app.train.config import Config
 
 
-class Display:
+class Display(ProgressBar):
     """A progress bar with loss, accuracy, density, β and the time left; quiet under CI or a pipe."""
 
     def __init__(self, config: Config, total_steps: int, quiet: bool) -> None:
         self._config, self._total, self._quiet = config, total_steps, quiet
         self._accuracy, self._drawn = "", 0.0
-        self._bar: Any = None
-        if not quiet and sys.stdout.isatty() and not os.environ.get("CI"):
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns)
-            self._task = self._bar.add_task("starting", total=total_steps)
-
-    def __enter__(self) -> Display:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        shown = not quiet and not is_plain()
+        super().__init__(shown, "starting", total_steps, ("MofNCompleteColumn", "TimeRemainingColumn"))
 
     def step(self, step: int, loss: float, sparsifier: Sparsifier) -> None:
         """A step is done; the bar is redrawn ten times a second at most."""

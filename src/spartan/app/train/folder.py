@@ -1,8 +1,9 @@
-"""The run folder: what is written when a run begins and when it ends."""
+"""Chooses a run's folder and writes what belongs there when the run begins and when it ends."""
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -14,16 +15,57 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
 import spartan
-from spartan.app.train.checkpoint import write_atomically
-from spartan.app.train.config import Config, RecipeError, load_recipe, to_yaml
+from spartan.app.runs import INCIDENTAL, INCIDENTAL_DATA, is_finished, is_run, read_run
+from spartan.app.train.config import Config, RecipeError, to_yaml
 from spartan.app.train.processes import current
+from spartan.disk import replace_file
 
 if TYPE_CHECKING:
     from spartan.app.train.loop import Trainer
+
+
+def run_name(recipe: str, config: Config) -> str:
+    """What a run's folder is called when nobody says."""
+    return f"{Path(recipe).stem}-{config.method}-{config.sparsity:g}-seed{config.seed}".replace("/", "_")
+
+
+def choose_folder(recipe: str, config: Config, out: Path | None, again: bool) -> tuple[Path, bool]:
+    """The folder of a run, and whether the run is there already, to be continued.
+
+    It is `again` when torchrun starts its processes anew after one has died: then a folder with a run of the very same
+    recipe is continued, the one asked for or the last unfinished one under the usual name. Anybody else has to ask for it
+    with --resume. Where the usual name is taken, the folder is the first of name-2, name-3, … that is not.
+    """
+    if out is None:
+        usual = Path("runs") / run_name(recipe, config)
+        mine = [p for p in usual.parent.glob(f"{usual.name}*") if again and _same_run(p, config) and not is_finished(p)]
+        if mine:
+            return max(mine, key=lambda p: (p / "recipe.yaml").stat().st_mtime_ns), True
+        names = (f"{usual.name}-{i}" if i > 1 else usual.name for i in itertools.count(1))
+        return next(folder for folder in map(usual.with_name, names) if not folder.exists()), False
+    if not is_run(out) or (again and _same_run(out, config)):
+        return out, is_run(out)
+    raise RecipeError(f"--out: {out} holds a run already; continue it with --resume {out}, or choose another folder")
+
+
+def _same_run(folder: Path, config: Config) -> bool:
+    return is_run(folder) and read_run(folder).config == config
+
+
+def check_resume_settings(sets: Sequence[str]) -> None:
+    """A run that goes on may change where and how it is done, not what it computes."""
+    free = [*INCIDENTAL, *(f"data.{key}" for key in INCIDENTAL_DATA)]
+    for key in (setting.partition("=")[0].strip() for setting in sets):
+        if key not in free:
+            raise RecipeError(
+                f"--resume continues a run as it was started; it cannot be combined with --set {key}, but with --set of "
+                f"{', '.join(free)}"
+            )
 
 
 def create(out: Path, config: Config, device: torch.device, command: list[str]) -> None:
@@ -32,8 +74,8 @@ def create(out: Path, config: Config, device: torch.device, command: list[str]) 
     aside = out.with_name(f".{out.name}.{os.getpid()}")
     aside.mkdir()
     try:
-        write_atomically(aside / "recipe.yaml", to_yaml(config).encode())
-        write_atomically(aside / "environment.json", json.dumps(environment(device, command), indent=1).encode())
+        replace_file(aside / "recipe.yaml", to_yaml(config).encode())
+        replace_file(aside / "environment.json", json.dumps(environment(device, command), indent=1).encode())
         (aside / "checkpoints").mkdir()
         if out.exists():
             out.rmdir()  # empty, as was checked
@@ -58,14 +100,6 @@ def locked(out: Path) -> Iterator[None]:
         except OSError:
             raise RecipeError(f"{out} is being trained by another process; wait for it, or stop it first") from None
         yield
-
-
-def recipe_of(out: Path, sets: Sequence[str] = ()) -> Config:
-    """The recipe a run was started with, and settings that say where and how it is done from now on."""
-    path = out / "recipe.yaml"
-    if not path.is_file():
-        raise RecipeError(f"{out} is not a run folder: it has no recipe.yaml")
-    return load_recipe(path, sets)
 
 
 def environment(device: torch.device, command: list[str]) -> dict[str, Any]:
@@ -99,13 +133,11 @@ def _commit() -> str | None:
 
 def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any]:
     """The final model, the masks and, last of all, the summary: a run with a summary is finished."""
-    import numpy as np
-
     sparsifier = trainer.sparsifier  # every process ends its own and gives what it holds of the model; the first writes
     layers = [vars(layer) | {"shape": list(layer.shape)} for layer in sparsifier.layers()]
     sparsifier.finalize()
     sparsifier.detach()
-    model = trainer.spread.whole_model(trainer.build_model)
+    model = trainer.parallel.gathered_model(trainer.build_model)
     if model is None:
         return {}
     packed_bytes = _save_model(out / "model.safetensors", model, trainer)
@@ -123,16 +155,13 @@ def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any
         "method": trainer.config.method,
         "sparsity": trainer.config.sparsity,
         "seed": trainer.config.seed,
-        "top1": record["top1"],
-        "top5": record["top5"],
-        "test_loss": record["test_loss"],
-        "train_loss": record["train_loss"],
+        **{
+            key: record[key]
+            for key in ("top1", "top5", "test_loss", "train_loss", "seconds", "images_per_s", "density")
+        },
         "epochs": trainer.config.epochs,
         "steps": trainer.step,
-        "seconds": record["seconds"],
-        "images_per_s": record["images_per_s"],
         "achieved_sparsity": (counted - nonzero) / everything,
-        "density": record["density"],
         "nonzero": nonzero,
         "parameters": everything,
         "model_parameters": parameters,
@@ -142,7 +171,7 @@ def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any
         "dense_bytes": sum(t.nbytes for t in model.state_dict().values()),
         "layers": layers,
     }
-    write_atomically(out / "summary.json", json.dumps(summary, indent=1).encode())
+    replace_file(out / "summary.json", json.dumps(summary, indent=1).encode())
     return summary
 
 

@@ -1,4 +1,4 @@
-"""Where large images are: ImageFolder trees and WebDataset shards.
+"""Finds large images: ImageFolder trees and WebDataset shards.
 
 Both become a table that says where each image's bytes lie: random access makes the order, an exact resume and any number
 of workers a matter of indices. Shards are indexed once, when the run starts.
@@ -7,6 +7,7 @@ of workers a matter of indices. Shards are indexed once, when the run starts.
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import re
 import tarfile
@@ -24,7 +25,7 @@ BUFFER = 16384  # samples of consecutive shards that are shuffled together
 
 
 @dataclass(frozen=True)
-class Table:
+class ImageTable:
     """Where each image is: a file, an offset into it and a length (−1: all of it), and its label.
 
     Arrays rather than lists of objects: worker processes share their memory.
@@ -68,7 +69,7 @@ class Table:
 # ---------------------------------------------------------------------- imagefolder
 
 
-def _image_folder(config: Config) -> tuple[Table, Table]:
+def _image_folder(config: Config) -> tuple[ImageTable, ImageTable]:
     """path/train/CLASS/**/image and path/val/CLASS/**/image; classes count in the order of their names."""
     root = source_path(config)
     for part in ("train", "val"):
@@ -80,10 +81,10 @@ def _image_folder(config: Config) -> tuple[Table, Table]:
     strange = {entry.name for entry in os.scandir(root / "val") if entry.is_dir()} - set(classes)
     if strange:
         raise RecipeError(f"data.path: {root} has val/{min(strange)}/, but no train/{min(strange)}/")
-    return _scan(root / "train", classes), _scan(root / "val", classes)
+    return _table_of_folder(root / "train", classes), _table_of_folder(root / "val", classes)
 
 
-def _scan(root: Path, classes: Sequence[str]) -> Table:
+def _table_of_folder(root: Path, classes: Sequence[str]) -> ImageTable:
     files: list[bytes] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
@@ -96,13 +97,13 @@ def _scan(root: Path, classes: Sequence[str]) -> Table:
         files += map(os.fsencode, sorted(found))
         labels += [label] * len(found)
     start, whole = np.zeros(len(files), np.int64), np.full(len(files), -1, np.int64)
-    return Table(np.array(files), np.arange(len(files)), start, whole, np.array(labels, np.int64), len(classes))
+    return ImageTable(np.array(files), np.arange(len(files)), start, whole, np.array(labels, np.int64), len(classes))
 
 
 # ---------------------------------------------------------------------- webdataset
 
 
-def _web_dataset(config: Config) -> tuple[Table, Table]:
+def _web_dataset(config: Config) -> tuple[ImageTable, ImageTable]:
     """Tar shards in the WebDataset layout: KEY.jpg (or png, ...) and KEY.cls, a number, next to each other.
 
     `data.path` is a folder (its *.tar and those one folder down), or a pattern with braces and wildcards, such as
@@ -110,22 +111,21 @@ def _web_dataset(config: Config) -> tuple[Table, Table]:
     testing if one starts with "val" (parts lie between -, _ and .); where the name has neither, its folder's decides.
     """
     path = source_path(config)
-    patterns = (
-        [f"{glob.escape(str(path))}/{inner}.tar" for inner in ("*", "*/*")] if path.is_dir() else braces(str(path))
-    )
+    inside = [f"{glob.escape(str(path))}/{inner}.tar" for inner in ("*", "*/*")]
+    patterns = inside if path.is_dir() else braces(str(path))
     found = sorted({file for pattern in patterns for file in glob.glob(pattern) if os.path.isfile(file)})
     if not found:
         raise RecipeError(f"data.path: {path} matches no .tar file; give a folder or a pattern of shards")
     shards: dict[str, list[str]] = {"train": [], "val": []}
     for file in found:
-        shards.get(_part(file), []).append(file)
+        shards.get(_train_or_val(file), []).append(file)
     for part, files in shards.items():
         if not files:
             raise RecipeError(f"data.path: {path} has no shards for {part}: names (or folders) must start with {part}")
-    return _index(shards["train"]), _index(shards["val"])
+    return _table_of_shards(shards["train"]), _table_of_shards(shards["val"])
 
 
-def _part(file: str) -> str:
+def _train_or_val(file: str) -> str:
     for name in (os.path.basename(file), os.path.basename(os.path.dirname(os.path.abspath(file)))):
         for word in re.split(r"[-_.]", name):
             if word.startswith(("train", "val")):
@@ -149,46 +149,46 @@ def braces(pattern: str) -> list[str]:
     return [out for text in inner for out in braces(pattern[: match.start()] + text + pattern[match.end() :])]
 
 
-def _index(shards: Sequence[str]) -> Table:
+def _table_of_shards(shards: Sequence[str]) -> ImageTable:
     rows = [(i, *row) for i, shard in enumerate(shards) for row in _members(shard)]
     file, offset, size, label = np.array(rows, np.int64).reshape(-1, 4).T.copy()
     classes = int(label.max()) + 1 if len(label) else 0
-    return Table(np.array([os.fsencode(shard) for shard in shards]), file, offset, size, label, classes)
+    return ImageTable(np.array([os.fsencode(shard) for shard in shards]), file, offset, size, label, classes)
 
 
 def _members(shard: str) -> Iterator[tuple[int, int, int]]:
     """Offset, size and label of every sample of a shard; files that are neither image nor label are passed over."""
     try:
         with tarfile.open(shard, "r:") as tar:
-            image: tuple[int, int] | None = None
-            label, last = -1, ""
-            for member in tar:
-                folder, _, base = member.name.rpartition("/")
-                key, _, extension = base.partition(".")
-                if not member.isreg() or not key:
-                    continue
-                if f"{folder}/{key}" != last:
-                    yield from _sample(shard, last, image, label)
-                    image, label, last = None, -1, f"{folder}/{key}"
-                if extension.lower() in IMAGES:
-                    image = (member.offset_data, member.size)
-                elif extension == "cls":
-                    content = tar.extractfile(member)
-                    label = int(content.read()) if content else -1
-            yield from _sample(shard, last, image, label)
+            files = (member for member in tar if member.isreg() and _split(member)[1])
+            for (folder, key), members in itertools.groupby(files, lambda member: _split(member)[:2]):
+                image: tuple[int, int] | None = None
+                label = -1
+                for member in members:
+                    extension = _split(member)[2]
+                    if extension.lower() in IMAGES:
+                        image = (member.offset_data, member.size)
+                    elif extension == "cls":
+                        content = tar.extractfile(member)
+                        label = int(content.read()) if content else -1
+                if image is None or label < 0:
+                    lack = "image" if image is None else "label (.cls, a number from 0 on)"
+                    raise RecipeError(f"data.path: sample {folder}{key} in {shard} has no {lack}")
+                yield (*image, label)
     except RecipeError:
         raise
     except (tarfile.TarError, OSError, ValueError) as error:
         raise RecipeError(f"data.path: {shard} cannot be read as an uncompressed tar of samples ({error})") from None
 
 
-def _sample(shard: str, key: str, image: tuple[int, int] | None, label: int) -> Iterator[tuple[int, int, int]]:
-    if not key:
-        return
-    if image is None or label < 0:
-        lack = "image" if image is None else "label (.cls, a number from 0 on)"
-        raise RecipeError(f"data.path: sample {key.lstrip('/')} in {shard} has no {lack}")
-    yield (*image, label)
+def _split(member: tarfile.TarInfo) -> tuple[str, str, str]:
+    """Folder (with its slash), key and extension of a file's name."""
+    folder, slash, base = member.name.rpartition("/")
+    key, _, extension = base.partition(".")
+    return folder + slash, key, extension
 
 
-TABLES: dict[str, Callable[[Config], tuple[Table, Table]]] = {"imagefolder": _image_folder, "webdataset": _web_dataset}
+TABLES: dict[str, Callable[[Config], tuple[ImageTable, ImageTable]]] = {
+    "imagefolder": _image_folder,
+    "webdataset": _web_dataset,
+}

@@ -1,4 +1,4 @@
-"""Large images, decoded and augmented by worker processes."""
+"""Reads large images, which worker processes decode and augment."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from spartan.app.train import vision
-from spartan.app.train.config import Config, RecipeError
+from spartan import zoo
+from spartan.app.train.config import Config, RecipeError, blaming_the_recipe
 from spartan.app.train.data import Batch, Data, seed_of
-from spartan.app.train.image_tables import TABLES, Table
+from spartan.app.train.image_tables import TABLES, ImageTable
 from spartan.app.train.processes import Processes
 
 # ImageNet's, for pixels from 0 to 255
@@ -37,12 +37,9 @@ class Images(Dataset[Sample | RecipeError]):
     What cannot be decoded is an error to hand on, not to raise: raised in a worker it would come with a traceback.
     """
 
-    def __init__(self, table: Table, config: Config, train: bool) -> None:
+    def __init__(self, table: ImageTable, config: Config, train: bool) -> None:
         self.table, self.seed, self.train = table, config.seed, train
         self.size, self.randaugment = config.data.image_size, config.data.randaugment
-
-    def __len__(self) -> int:
-        return len(self.table)
 
     def __getitem__(self, key: Key) -> Sample | RecipeError:
         from PIL import Image, UnidentifiedImageError
@@ -62,7 +59,7 @@ class Images(Dataset[Sample | RecipeError]):
 @functools.cache
 def _transform(size: int, randaugment: tuple[int, int] | None, train: bool) -> Callable[[Any], Tensor]:
     """Made in the process that uses it: a worker must be able to import torchvision by itself."""
-    vision.torchvision()
+    zoo.torchvision()
     v2 = importlib.import_module("torchvision.transforms.v2")
     if train:
         steps = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
@@ -90,15 +87,9 @@ class Batches:
     def __init__(self, size: int) -> None:
         self.size, self.epoch, self.order = size, 0, np.arange(0)
 
-    def __len__(self) -> int:
-        return -(-len(self.order) // self.size)
-
     def __iter__(self) -> Iterator[list[Key]]:
-        return self._walk(self.epoch, self.order)
-
-    def _walk(self, epoch: int, order: np.ndarray) -> Iterator[list[Key]]:
-        for start in range(0, len(order), self.size):
-            yield [(epoch, int(index)) for index in order[start : start + self.size]]
+        epoch, order, size = self.epoch, self.order, self.size
+        return ([(epoch, int(i)) for i in order[start : start + size]] for start in range(0, len(order), size))
 
 
 class LargeImages(Data):
@@ -110,19 +101,20 @@ class LargeImages(Data):
                 raise RecipeError(f"data.{key}: {value} is for small images only; set it to 0")
         if config.data.randaugment and not (config.data.randaugment[0] >= 0 <= config.data.randaugment[1] <= 30):
             raise RecipeError(f"data.randaugment: {list(config.data.randaugment)} must be [operations, 0 to 30]")
-        vision.torchvision()  # a missing package is an error here, not in a worker
+        with blaming_the_recipe():
+            zoo.torchvision()  # a missing package is an error here, not in a worker
         train, test = TABLES[config.data.source](config)
         self._check_counts(config, train, test)
         side, self._table = config.data.image_size, train
         classes = config.data.classes or train.classes
-        super().__init__(config, device, us, classes, (3, side, side), len(train), len(test))
+        super().__init__(config, device, us, classes, (3, side, side), (len(train), len(test)))
         self.scale = (1 / torch.tensor(STD)).to(device)[:, None, None]
         self.shift = (-torch.tensor(MEAN) / torch.tensor(STD)).to(device)[:, None, None]
         self._train_batches, self._train_loader = self._loader(Images(train, config, train=True))
         self._test_batches, self._test_loader = self._loader(Images(test, config, train=False))
 
     @staticmethod
-    def _check_counts(config: Config, train: Table, test: Table) -> None:
+    def _check_counts(config: Config, train: ImageTable, test: ImageTable) -> None:
         data = config.data
         sizes = (("train_size", data.train_size, len(train)), ("test_size", data.test_size, len(test)))
         for key, given, found in sizes:
@@ -155,11 +147,6 @@ class LargeImages(Data):
         self._train_batches.epoch = epoch
         self._train_batches.order = mine[start:].reshape(-1)
         yield from self._pass(self._train_loader)
-
-    @property
-    def test_micro(self) -> int:
-        """As many as in training: decoding them takes longer than the model."""
-        return self.micro
 
     def test(self) -> Iterator[Batch]:
         """Every test image of this process's share, once."""

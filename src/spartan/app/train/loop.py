@@ -1,4 +1,4 @@
-"""The training loop: a recipe in, a run folder out. Killed at any moment and resumed, it ends with the same weights.
+"""Trains: a recipe in, a run folder out. Killed at any moment and resumed, a run ends with the same weights.
 
 One process or many run the same lines: alone, a process is the first of one.
 """
@@ -6,7 +6,6 @@ One process or many run the same lines: alone, a process is the first of one.
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import sys
 import time
@@ -14,21 +13,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from spartan.app.runs import read_run
 from spartan.app.train import checkpoint, folder
-from spartan.app.train.config import Config, RecipeError, reason
+from spartan.app.train.config import Config, RecipeError, load_recipe
 from spartan.app.train.data import Data, build_data, seed_of
 from spartan.app.train.display import Display
 from spartan.app.train.metrics import Metrics
 from spartan.app.train.mixing import mix_batch
-from spartan.app.train.parallel import spread
-from spartan.app.train.processes import Agreement, choose_device, current
-from spartan.app.train.setup import build_cost, build_optimizer, build_sparsifier, lr_at
+from spartan.app.train.parallel import distribute
+from spartan.app.train.processes import StopAgreement, choose_device, current
+from spartan.app.train.setup import build_cost, build_model, build_optimizer, build_sparsifier, lr_at
 from spartan.app.train.signals import Interrupted, StopSignals
-from spartan.zoo import build_model
+from spartan.wording import first_line, one_line
 
 FLUSH_EVERY = 50  # steps between looks at the device
 MASK_SAMPLE = 1 << 20  # weights whose masks are remembered after every epoch
@@ -46,10 +47,10 @@ class Trainer:
         self.steps_per_epoch = self.data.train_size // config.batch_size
         self.total_steps = config.epochs * self.steps_per_epoch
         model = self.build_model().to(self.device)
-        self._try(model)
+        self._check_model(model)
         cost = build_cost(config, model, self.data.shape)
-        self.spread = spread(config, model, self.us)
-        self.model = self.spread.model
+        self.parallel = distribute(config, model, self.us)
+        self.model = self.parallel.model
         self.sparsifier = build_sparsifier(config, self.model, cost, self.total_steps)
         self.optimizer = build_optimizer(config, self.model)
         self.sparsifier.attach(self.optimizer)
@@ -59,7 +60,7 @@ class Trainer:
         if self.device.type == "cuda":
             torch.backends.cudnn.benchmark = True  # batches have one size, so the fastest convolution is worth finding
         if not self.us.alone:
-            self._try(self.model)  # in shards, too: their layers must be called as modules
+            self._check_model(self.model)  # in shards, too: their layers must be called as modules
             seed_everything(seed_of(config.seed, self.us.rank))  # dropout is not to be the same on every process
         self.step = 0
         self.loss_sum = torch.zeros((), device=self.device)  # over the steps of this epoch
@@ -71,7 +72,7 @@ class Trainer:
         """A model of the recipe's kind, untrained."""
         return build_model(self.config, self.data.classes, self.data.shape)
 
-    def _try(self, model: nn.Module) -> None:
+    def _check_model(self, model: nn.Module) -> None:
         """One image through the model, so that a wrong shape is found before anything is written."""
         model.eval()
         try:
@@ -79,7 +80,7 @@ class Trainer:
                 out = model(torch.zeros(1, *self.data.shape, device=self.device))
         except (RuntimeError, ValueError, AssertionError, TypeError) as error:
             how = "" if self.us.alone else f" with parallel: {self.config.parallel}"
-            message = f"model: {self.config.model} cannot take {self.data.shape} images{how}: {reason(error)}"
+            message = f"model: {self.config.model} cannot take {self.data.shape} images{how}: {first_line(error)}"
             raise RecipeError(message) from None
         if not isinstance(out, Tensor) or out.shape != (1, self.data.classes):
             got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
@@ -95,7 +96,7 @@ class Trainer:
 
     def fit(self, out: Path, *, metrics_offset: int | None = None, quiet: bool = False) -> dict[str, Any]:
         """Train from where the run stands to its end; the summary is written last."""
-        agreement = Agreement(self.us)
+        agreement = StopAgreement(self.us)
         display = Display(self.config, self.total_steps, quiet or not self.us.first)
         with (
             StopSignals(launched=not self.us.alone) as signals,
@@ -107,18 +108,18 @@ class Trainer:
                 for _ in self._epoch(epoch, metrics):
                     display.step(self.step, metrics.last_loss, self.sparsifier)
                     if self.step % self.steps_per_epoch:  # the end of an epoch is saved below, with its scores
-                        self._maybe_save(out, metrics, agreement.ask(signals.caught), time.monotonic() - started)
+                        self._save_if_due(out, metrics, agreement.ask(signals.caught), time.monotonic() - started)
                 images = (self.step - first) * self.config.batch_size
                 self.record = self._end_epoch(epoch, images, started)
                 metrics.epoch(**self.record)
                 display.epoch(self.record)
-                self._maybe_save(out, metrics, agreement.ask(signals.caught), 0.0)
+                self._save_if_due(out, metrics, agreement.ask(signals.caught), 0.0)
             agreement.wait()
-            self.spread.wait()
+            self.parallel.wait()
         summary = folder.finish(out, self, self.record)
         return self.us.decide(lambda: summary)
 
-    def _maybe_save(self, out: Path, metrics: Metrics, caught: int | None, unfinished: float) -> None:
+    def _save_if_due(self, out: Path, metrics: Metrics, caught: int | None, unfinished: float) -> None:
         """A checkpoint when one is due or the run is asked to stop, which it then does."""
         c, (epoch, within) = self.config, divmod(self.step, self.steps_per_epoch)
         last = self.step == self.total_steps
@@ -128,7 +129,7 @@ class Trainer:
         if due or caught is not None:
             self._save(out, metrics, unfinished)
         if caught is not None and not last:
-            self.spread.wait()
+            self.parallel.wait()
             self.us.decide(lambda: None)  # a launcher ends the others when one has ended: not before it is saved
             raise Interrupted(out, caught)
 
@@ -162,9 +163,10 @@ class Trainer:
                 x, y = mix_batch(x, y, self.data.classes, c.mixup, c.cutmix, rng)
             if c.channels_last:
                 x = x.contiguous(memory_format=torch.channels_last)
-            with self.spread.sending(last=i == self.accumulate - 1):
+            with self.parallel.gradient_sync(last=i == self.accumulate - 1):
                 with self._autocast():
-                    loss = cross_entropy(self.spread.forward(x), y, label_smoothing=c.label_smoothing) / self.accumulate
+                    logits = self.parallel.forward(x)
+                    loss = cross_entropy(logits, y, label_smoothing=c.label_smoothing) / self.accumulate
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         if c.clip is not None:
@@ -206,7 +208,7 @@ class Trainer:
         self.model.eval()
         top = min(5, self.data.classes)
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
-        for x, y in self.spread.test_batches(self.data):
+        for x, y in self.parallel.test_batches(self.data):
             if self.config.channels_last:
                 x = x.contiguous(memory_format=torch.channels_last)
             with self._autocast():
@@ -221,7 +223,7 @@ class Trainer:
     def _remember_masks(self) -> None:
         masks = list(self.sparsifier.masks().values())
         stride = -(-sum(m.numel() for m in masks) // MASK_SAMPLE)
-        self.masks.append(torch.cat([self.spread.whole(m).reshape(-1)[::stride] for m in masks]).cpu())
+        self.masks.append(torch.cat([self.parallel.gathered(m).reshape(-1)[::stride] for m in masks]).cpu())
 
     # ------------------------------------------------------------------ saving
 
@@ -237,12 +239,12 @@ class Trainer:
             "masks": self.masks,
             "record": self.record,
         }
-        self.spread.save(out, self.step, state, self.optimizer, self.sparsifier)
+        self.parallel.save(out, self.step, state, self.optimizer, self.sparsifier)
 
     def load(self, path: Path, state: Mapping[str, Any]) -> int:
         """Continue from a checkpoint; returns how much of metrics.jsonl belongs to it."""
         self.step = int(state["step"])
-        self.spread.load(path, state, self.optimizer, self.sparsifier)
+        self.parallel.load(path, state, self.optimizer, self.sparsifier)
         self.scaler.load_state_dict(state["scaler"])
         self.seconds, self.record = float(state["seconds"]), dict(state["record"])
         self.masks = [m.cpu() for m in state["masks"]]
@@ -258,8 +260,6 @@ class Trainer:
 
 def seed_everything(seed: int) -> None:
     """Python, NumPy and torch."""
-    import numpy as np
-
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)
@@ -267,8 +267,6 @@ def seed_everything(seed: int) -> None:
 
 def rng_state(device: torch.device) -> dict[str, Any]:
     """The random number generators as plain tensors and numbers."""
-    import numpy as np
-
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -281,8 +279,6 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Put them back."""
-    import numpy as np
-
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = state["numpy"]
@@ -313,17 +309,17 @@ def resume(out: Path, sets: Sequence[str] = (), *, quiet: bool = False) -> dict[
     On any number of processes, whatever the number before; they must all see the folder. `sets` may say where and how it
     is done from now on, such as parallel=fsdp2.
     """
-    us, summary = current(), out / "summary.json"
-    config = us.decide(lambda: folder.recipe_of(out, sets))
-    if (done := us.decide(lambda: json.loads(summary.read_text()) if summary.is_file() else None)) is not None:
-        return done
-    trainer = Trainer(config)
+    us = current()
+    run = us.decide(lambda: read_run(out))
+    if run.summary is not None:
+        return run.summary
+    trainer = Trainer(us.decide(lambda: load_recipe(out / "recipe.yaml", sets)))
     with folder.locked(out) if us.first else contextlib.nullcontext():
-        found = _newest(out, trainer)
+        found = _last_good_checkpoint(out, trainer)
         return trainer.fit(out, metrics_offset=0 if found is None else trainer.load(*found), quiet=quiet)
 
 
-def _newest(out: Path, trainer: Trainer) -> tuple[Path, dict[str, Any]] | None:
+def _last_good_checkpoint(out: Path, trainer: Trainer) -> tuple[Path, dict[str, Any]] | None:
     """The last good checkpoint, on every process the one that the first process found to be so."""
     state: dict[str, Any] | None = None
 
@@ -351,5 +347,5 @@ def evaluate(config: Config, weights: Mapping[str, Tensor]) -> dict[str, float]:
     try:
         trainer.model.load_state_dict(dict(weights))
     except RuntimeError as error:
-        raise RecipeError(f"the weights do not fit model {config.model}: {' '.join(str(error).split())}") from None
+        raise RecipeError(f"the weights do not fit model {config.model}: {one_line(error)}") from None
     return trainer.evaluate()

@@ -1,4 +1,4 @@
-"""Metrics: one JSON line a step and an epoch, and TensorBoard. What is on the device stays there until a flush."""
+"""Writes metrics: one JSON line a step and an epoch, and TensorBoard. What is on the device stays there until a flush."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,7 +26,7 @@ class Metrics:
         self._us = us
         self._pending: list[dict[str, Any]] = []
         self._file: BinaryIO | None = None
-        self._board = None
+        self._board: Any = None
         self.last_loss = math.nan
         if us.first:
             self._file = (folder / "metrics.jsonl").open("ab")
@@ -40,7 +41,10 @@ class Metrics:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not self._us.alone:
             self._pending.clear()  # the others may be gone, and no mean can be had without them
-        self.close()
+        self.sync()
+        for opened in (self._file, self._board):
+            if opened is not None:
+                opened.close()
 
     def step(self, loss: Tensor, **values: Any) -> None:
         """Note a step; numbers may still be on their way."""
@@ -49,10 +53,8 @@ class Metrics:
     def epoch(self, **values: Any) -> None:
         """Write an epoch."""
         self.flush()
-        self._write({"kind": "epoch", **values})
-        if self._board is not None:
-            for key in ("train_loss", "test_loss", "top1", "top5", "images_per_s", "density"):
-                self._board.add_scalar(f"epoch/{key}", values[key], values["step"])
+        shown = ("train_loss", "test_loss", "top1", "top5", "images_per_s", "density")
+        self._write({"kind": "epoch", **values}, shown)
         self.sync()
 
     def flush(self) -> None:
@@ -69,16 +71,17 @@ class Metrics:
         for (i, key), value in zip(waiting, found, strict=True):
             steps[i][key] = int(value) if key == "passes" else value
         for values in steps:
-            self._write(values)
-            if self._board is not None:
-                for key in ("loss", "lr", "target_density", "density", "beta"):
-                    if values.get(key) is not None:
-                        self._board.add_scalar(f"step/{key}", values[key], values["step"])
+            self._write(values, ("loss", "lr", "target_density", "density", "beta"))
         self.last_loss = steps[-1]["loss"]
 
-    def _write(self, values: dict[str, Any]) -> None:
+    def _write(self, values: dict[str, Any], shown: Sequence[str]) -> None:
+        """A line of the file, and what TensorBoard shows of it."""
         if self._file is not None:
-            self._file.write((json.dumps(_finite(values)) + "\n").encode())
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+            self._file.write((json.dumps(finite) + "\n").encode())  # JSON has no NaN: it becomes null
+        for key in shown if self._board is not None else ():
+            if values.get(key) is not None:
+                self._board.add_scalar(f"{values['kind']}/{key}", values[key], values["step"])
 
     def sync(self) -> int:
         """Everything on disk; returns how many bytes the file has."""
@@ -88,19 +91,6 @@ class Metrics:
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._file.seek(0, os.SEEK_END)
-
-    def close(self) -> None:
-        """Flush and close."""
-        self.sync()
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: it becomes null."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def _tensorboard(folder: Path) -> Any:

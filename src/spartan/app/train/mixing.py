@@ -1,4 +1,4 @@
-"""Mixup and CutMix on whole batches, where the batch is."""
+"""Mixes the images of a batch by mixup and CutMix, where the batch is."""
 
 from __future__ import annotations
 
@@ -19,22 +19,19 @@ def mix_batch(
     if not (mixup or cutmix):
         return x, targets
     height, width = x.shape[-2:]
+    # How much of its own image every pixel keeps; by mixup, λ everywhere.
     if mixup and cutmix:
         coin = torch.rand((), generator=generator, device=generator.device) < 0.5
-        weight = torch.where(coin, _mixup_weight(mixup, generator), _cutmix_weight(cutmix, height, width, generator))
+        everywhere = _beta(mixup, generator).reshape(1, 1)
+        weight = torch.where(coin, everywhere, _cutmix_weight(cutmix, height, width, generator))
     elif cutmix:
         weight = _cutmix_weight(cutmix, height, width, generator)
     else:
-        weight = _mixup_weight(mixup, generator)
+        weight = _beta(mixup, generator).reshape(1, 1)
     share = weight.mean().to(x.device, x.dtype, non_blocking=True)
     weight = weight.to(x.device, x.dtype, non_blocking=True)
     # The batch is shuffled already, so the neighbour is as good as any partner.
     return torch.lerp(x.roll(1, 0), x, weight), torch.lerp(targets.roll(1, 0), targets, share)
-
-
-def _mixup_weight(alpha: float, generator: torch.Generator) -> Tensor:
-    """How much of its own image every pixel keeps: λ everywhere."""
-    return _beta(alpha, generator).reshape(1, 1)
 
 
 def _cutmix_weight(alpha: float, height: int, width: int, generator: torch.Generator) -> Tensor:

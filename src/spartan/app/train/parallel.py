@@ -1,4 +1,4 @@
-"""One model on one process or on many: whole, in copies (DDP), or in shards (FSDP2).
+"""Puts a model on one process or on many: whole, in copies (DDP), or in shards (FSDP2).
 
 The loop is the same for all three. What differs is here: what is called for a forward pass, when gradients travel,
 which tensors are whole, and what a checkpoint consists of.
@@ -28,10 +28,10 @@ from spartan.distributed import is_dtensor
 Plain = dict[str, Any]
 
 
-def spread(config: Config, model: nn.Module, us: Processes) -> Whole:
+def distribute(config: Config, model: nn.Module, us: Processes) -> WholeModel:
     """The model as these processes train it; `parallel` in the recipe says how, where there are several."""
     if us.alone:
-        return Whole(config, model, us)
+        return WholeModel(config, model, us)
     device = next(model.parameters()).device
     if config.sync_bn and device.type != "cuda":
         raise RecipeError(
@@ -39,19 +39,19 @@ def spread(config: Config, model: nn.Module, us: Processes) -> Whole:
         )
     if config.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return (Shards if config.parallel == "fsdp2" else Copies)(config, model, us)
+    return (ShardedModel if config.parallel == "fsdp2" else ReplicatedModel)(config, model, us)
 
 
-class Whole:
+class WholeModel:
     """One process: the model is whole, and nothing is sent."""
 
     def __init__(self, config: Config, model: nn.Module, us: Processes) -> None:
         self.config, self.us = config, us
         self.device = next(model.parameters()).device
         self.compiled = config.compile and self.device.type == "cuda"
-        self.model, self.forward = self._spread(model)
+        self.model, self.forward = self._prepare(model)
 
-    def _spread(self, model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
+    def _prepare(self, model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
         """The model whose parameters are trained, and what to call in training."""
         model = self._channels_last(model)
         # Small nets on a fast GPU wait for launches, so steps are replayed as CUDA graphs.
@@ -62,7 +62,7 @@ class Whole:
             return model
         return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
-    def sending(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+    def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around each micro-batch: gradients are averaged over processes once a step, with the last one."""
         return contextlib.nullcontext()
 
@@ -70,11 +70,11 @@ class Whole:
         """This process's share of the test images."""
         return data.test()
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def gathered(self, tensor: Tensor) -> Tensor:
         """The whole of what processes may hold in parts; every process must ask."""
         return tensor
 
-    def whole_model(self, build: Callable[[], nn.Module]) -> nn.Module | None:
+    def gathered_model(self, build: Callable[[], nn.Module]) -> nn.Module | None:
         """On the first process, a plain model with the weights trained; every process must ask. `build` makes one."""
         return self.model if self.us.first else None
 
@@ -99,34 +99,34 @@ class Whole:
             load_whole(state, self.model, optimizer, sparsifier)
 
 
-class Copies(Whole):
+class ReplicatedModel(WholeModel):
     """Each process has the whole model, and gradients are averaged over all of them: DistributedDataParallel.
 
     Each normalises its own part of a batch, and the first one's running statistics count, unless `sync_bn` is set.
     """
 
-    def _spread(self, model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
+    def _prepare(self, model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
         model = self._channels_last(model)
         self._ddp = DistributedDataParallel(model, [self.device] if self.device.type == "cuda" else None)
         # A CUDA graph cannot hold what is sent in between.
         return model, torch.compile(self._ddp) if self.compiled else self._ddp
 
-    def sending(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+    def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around each micro-batch: gradients are averaged over processes once a step, with the last one."""
         return contextlib.nullcontext() if last else self._ddp.no_sync()
 
 
-class Shards(Whole):
+class ShardedModel(WholeModel):
     """Each process holds a part of every weight, and all of a block's for as long as it runs: FSDP2 (`fully_shard`).
 
     Every forward pass is work of all processes, so all must run equally many. Batch norm is as with copies.
     """
 
-    def _spread(self, model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
+    def _prepare(self, model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        from spartan.app.train.shards import Parts
+        from spartan.app.train.shards import ShardedCheckpoints
 
         # Weights stay as they lie, since FSDP2 takes contiguous ones only; with channels_last, images do not.
         mesh = init_device_mesh(self.device.type, (self.us.world,))
@@ -138,8 +138,8 @@ class Shards(Whole):
             fully_shard(block, **options)
         if self.compiled and not parts:
             model.forward = torch.compile(model.forward)
-        self._root = fully_shard(model, **options)
-        self._parts = Parts(self.us, self.config.checkpoint_async)
+        fully_shard(model, **options)
+        self._checkpoints = ShardedCheckpoints(self.us, self.config.checkpoint_async)
         return model, model
 
     def _placement(self, parameter: nn.Parameter) -> Any:
@@ -153,9 +153,9 @@ class Shards(Whole):
         columns = parameter.numel() // shape[0] // world
         return Shard(1) if shape[1] % world == 0 and columns % sides[1] == 0 else Shard(0)
 
-    def sending(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+    def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around each micro-batch: gradients are averaged over processes once a step, with the last one."""
-        self._root.set_requires_gradient_sync(last)
+        self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
         return contextlib.nullcontext()
 
     def test_batches(self, data: Data) -> Iterator[tuple[Tensor, Tensor]]:
@@ -167,15 +167,15 @@ class Shards(Whole):
         for _ in range(done, data.test_batches):
             yield torch.zeros(1, *data.shape, device=self.device), torch.zeros(0, dtype=torch.int64, device=self.device)
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def gathered(self, tensor: Tensor) -> Tensor:
         """The whole of what processes may hold in parts; every process must ask."""
         return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
-    def whole_model(self, build: Callable[[], nn.Module]) -> nn.Module | None:
+    def gathered_model(self, build: Callable[[], nn.Module]) -> nn.Module | None:
         """On the first process, a plain model with the weights trained; every process must ask. `build` makes one."""
         found = {}
         for name, value in self.model.state_dict().items():  # one at a time: only the first process needs room for all
-            value = self.whole(value)
+            value = self.gathered(value)
             if self.us.first:
                 found[name] = value.cpu() if isinstance(value, Tensor) else value
         if not self.us.first:
@@ -187,11 +187,11 @@ class Shards(Whole):
     def save(self, out: Path, step: int, plain: Plain, optimizer: Optimizer, sparsifier: Sparsifier) -> None:
         """Write a checkpoint in parts; every process must call it, with the same plain values."""
         self.us.copy_(self.model.buffers())  # any process may be the one that writes them
-        self._parts.save(out, step, plain, self.model, optimizer, sparsifier)
+        self._checkpoints.save(out, step, plain, self.model, optimizer, sparsifier)
 
     def wait(self) -> None:
         """Until everything that is saved is on disk."""
-        self._parts.wait()
+        self._checkpoints.wait()
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

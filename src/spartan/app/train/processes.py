@@ -1,14 +1,14 @@
-"""Many processes, one run: who takes part, what each one takes, and how they agree, stop and fail together."""
+"""Joins the processes of a run: finds who takes part, what each one takes, and lets them agree, stop and fail together."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from spartan.app.train.config import Config, RecipeError, reason
+from spartan.app.train.config import Config, RecipeError
+from spartan.wording import first_line, raised_in
 
 T = TypeVar("T")
 
 TIMEOUT = "SPARTAN_TIMEOUT"  # seconds to wait for another process, when they meet and ever after
-_WORDS = "spartan/last words"  # where in the store the first process to fail leaves its reason
+_FIRST_ERROR = "spartan/last words"  # where in the store the first process to fail leaves its reason
 
 
 class Stopped(RuntimeError):
@@ -44,6 +45,8 @@ class Processes:
     world: int = 1
     # its number among those on this machine, which is the number of its device
     local: int = 0
+    # torch's group of all of them, where it is not the default one
+    group: Any = None
 
     @property
     def alone(self) -> bool:
@@ -65,7 +68,7 @@ class Processes:
                 box[0] = choose()
             except Exception as error:
                 box[1] = _portable(error)
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
         if box[1] is not None:
             raise box[1]
         return box[0]
@@ -75,13 +78,13 @@ class Processes:
         if self.alone:
             return [mine]
         everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, mine)
+        dist.all_gather_object(everyone, mine, group=self.group)
         return everyone
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, in place."""
         if not self.alone:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def mean_(self, tensor: Tensor) -> Tensor:
@@ -93,10 +96,10 @@ class Processes:
         if not self.alone:
             with torch.no_grad():
                 for tensor in tensors:
-                    dist.broadcast(tensor, src=0)
+                    dist.broadcast(tensor, src=0, group=self.group)
 
 
-class Agreement:
+class StopAgreement:
     """Whether any process was asked to stop: told to all, and known to all at the same step.
 
     The question of one step is answered at the next, so that no step waits for it.
@@ -166,7 +169,7 @@ def choose_device(name: str, us: Processes) -> torch.device:
     except Exception as error:
         count = torch.cuda.device_count()
         more = f"; this machine has {count} GPUs, so at most {count} processes" if us.local >= count > 0 else ""
-        raise RecipeError(f"device: {name!r} cannot be used here ({reason(error)}{more})") from None
+        raise RecipeError(f"device: {name!r} cannot be used here ({first_line(error)}{more})") from None
     if device.type == "cuda" and not us.alone:
         torch.cuda.set_device(device)
     return device
@@ -187,23 +190,21 @@ def restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-@contextmanager
+@contextlib.contextmanager
 def joined() -> Iterator[Processes]:
     """Meet the others, if a launcher such as torchrun started several (WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR)."""
     global _current
-    world = _number("WORLD_SIZE", 1)
+    world = _environment_number("WORLD_SIZE", 1)
     if world == 1:
         yield Processes()
         return
-    us = Processes(_number("RANK"), world, _number("LOCAL_RANK", 0))
-    store = _meet(us)
+    us = Processes(_environment_number("RANK"), world, _environment_number("LOCAL_RANK", 0))
+    store = _connect(us)
     _current = us
     try:
         yield us
-    except (SystemExit, KeyboardInterrupt):
-        raise
     except Exception as error:
-        first = _in_chorus(us, store, error)
+        first = _common_error(us, store, error)
         if first is error:
             raise
         raise first from error
@@ -212,7 +213,7 @@ def joined() -> Iterator[Processes]:
     dist.destroy_process_group()
 
 
-def _number(name: str, default: int | None = None) -> int:
+def _environment_number(name: str, default: int | None = None) -> int:
     text = os.environ.get(name, "" if default is None else str(default))
     if not text.strip().isdigit():
         given = f"is {text!r}" if text else "is not set"
@@ -220,14 +221,14 @@ def _number(name: str, default: int | None = None) -> int:
     return int(text)
 
 
-def patience() -> int:
+def timeout_seconds() -> int:
     """Seconds to wait for another process."""
-    return _number(TIMEOUT, 600)
+    return _environment_number(TIMEOUT, 600)
 
 
-def _meet(us: Processes) -> Store:
+def _connect(us: Processes) -> Store:
     """Everyone's connection to everyone; nobody is waited for longer than SPARTAN_TIMEOUT seconds."""
-    seconds = patience()
+    seconds = timeout_seconds()
     deadline = time.monotonic() + seconds
     where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     timeout = datetime.timedelta(seconds=seconds)
@@ -236,18 +237,18 @@ def _meet(us: Processes) -> Store:
     try:
         store, rank, world = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
-        store = PrefixStore(_shake_hands(store, us, deadline), store)
+        store = PrefixStore(_name_the_meeting(store, us, deadline), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         us.sum_(torch.zeros(1))  # connections are made when first used
     except (RuntimeError, ValueError) as error:
         raise Stopped(
             f"process {us.rank} waited for {us.world} processes to meet at {where}, at most {seconds} s ({TIMEOUT}), and "
-            f"they did not all come: {reason(error)}"
+            f"they did not all come: {first_line(error)}"
         ) from error
     return store
 
 
-def _shake_hands(store: Store, us: Processes, deadline: float) -> str:
+def _name_the_meeting(store: Store, us: Processes, deadline: float) -> str:
     """A name for this meeting that every process, living now, knows.
 
     After a restart torchrun hands out the same store again, full of addresses of the dead. So every process writes a
@@ -278,40 +279,34 @@ def _shake_hands(store: Store, us: Processes, deadline: float) -> str:
     raise Stopped(f"{len(here)} of {us.world} are here" if us.first else "process 0 did not answer")
 
 
-def _in_chorus(us: Processes, store: Store, error: Exception) -> Exception:
+def _common_error(us: Processes, store: Store, error: Exception) -> Exception:
     """The error that every process ends with: that of the first to fail, who leaves it for the others to find.
 
     torchrun keeps the store in a process of its own. Without it the store ends with process 0, and those who come too
     late know only that somebody is gone.
     """
-    try:
-        if store.check([_WORDS]):
-            mistake, text = json.loads(store.get(_WORDS))
+    lost = _is_lost_connection(error)
+    with contextlib.suppress(RuntimeError):  # the store may be gone, too
+        if store.check([_FIRST_ERROR]):
+            mistake, text = json.loads(store.get(_FIRST_ERROR))
             return (RecipeError if mistake else Stopped)(text)
-        if not _lost(error):
-            store.set(_WORDS, json.dumps([isinstance(error, ValueError), str(_portable(error))]))
-    except RuntimeError:  # the store is gone, too
-        pass
-    return _silent(us, error) if _lost(error) else error
+        if not lost:
+            store.set(_FIRST_ERROR, json.dumps([isinstance(error, ValueError), str(_portable(error))]))
+    if not lost:
+        return error
+    return Stopped(
+        f"one of the {us.world} processes ended or fell silent without a word; process {us.rank} ends too: "
+        f"{first_line(error)}"
+    )
 
 
-def _lost(error: Exception) -> bool:
+def _is_lost_connection(error: Exception) -> bool:
     """Whether the error says no more than that another process is gone."""
     if not isinstance(error, RuntimeError):
         return False
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    module = str(trace.tb_frame.f_globals.get("__name__")) if trace is not None else ""
     # Backward passes raise from no module of Python's; what gloo and NCCL say there names them, or the connection.
     named = any(words in str(error).lower() for words in ("gloo", "nccl", "pair closure", "by peer"))
-    return named or module.startswith(("torch.distributed.", "torch.nn.parallel.distributed"))
-
-
-def _silent(us: Processes, error: Exception) -> Exception:
-    return Stopped(
-        f"one of the {us.world} processes ended or fell silent without a word; process {us.rank} ends too: {reason(error)}"
-    )
+    return named or raised_in(error).startswith(("torch.distributed.", "torch.nn.parallel.distributed"))
 
 
 def _portable(error: Exception) -> Exception:

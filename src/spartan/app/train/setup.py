@@ -1,44 +1,30 @@
-"""From a recipe to the parts of a run: sparsifier, optimizer, learning rate."""
+"""Builds the parts of a run from its recipe: model, method, sparsifier, optimizer, learning rate."""
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-import spartan
-from spartan import NM, Block, Channel, Flops, Sparsifier, Unstructured
-from spartan.app.train.config import Config, RecipeError, nearest
-from spartan.methods import Method
-from spartan.problem.patterns import Pattern
+from spartan import Sparsifier, zoo
+from spartan.app.train.config import Config, RecipeError, blaming_the_recipe
+from spartan.methods import Method, as_method
+from spartan.problem.costs import Cost, cost_by_name
+from spartan.problem.patterns import Pattern, read_pattern
 from spartan.problem.schedules import Schedule
-from spartan.problem.targets import Target
+from spartan.zoo import Shape
 
 SHAPES = ("linear", "cosine", "cubic")
 
 
 def build_method(config: Config) -> Method:
-    """The method by name, with its arguments; [a, b] is linear(a, b), and [cubic, a, b] a schedule of that shape."""
-    known = {entry.name: entry.cls for entry in spartan.methods()}
-    if config.method not in known:
-        raise RecipeError(
-            f"method: {config.method!r} is unknown{nearest(config.method, list(known))}; see `spartan methods`"
-        )
-    arguments = {key: _argument(f"method_args.{key}", value) for key, value in config.method_args.items()}
-    accepted = list(inspect.signature(known[config.method]).parameters)
-    for key in arguments:
-        if key not in accepted:
-            hint = f"{nearest(key, accepted)}; accepted: {', '.join(accepted) or 'none'}"
-            raise RecipeError(f"method_args.{key}: {config.method} has no such argument{hint}")
-    try:
-        return known[config.method](**arguments)
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"method_args: {error}") from None
+    """The method of a recipe; among its arguments [a, b] is linear(a, b), and [cubic, a, b] a schedule of that shape."""
+    with blaming_the_recipe():
+        arguments = {key: _argument(f"method_args.{key}", value) for key, value in config.method_args.items()}
+        return as_method(config.method, arguments)
 
 
 def _argument(key: str, value: Any) -> Any:
@@ -55,64 +41,33 @@ def _argument(key: str, value: Any) -> Any:
     return Schedule(float(ends[0]), float(ends[1]), shape)
 
 
+def build_model(config: Config, classes: int, shape: Shape) -> nn.Module:
+    """The model of a recipe, untrained."""
+    with blaming_the_recipe():
+        source = f"data.source {config.data.source}"
+        return zoo.build_model(config.model, classes, shape, config.model_args, source)
+
+
 def build_pattern(config: Config) -> Pattern:
-    """The pattern by name, with its arguments after colons; a pair [h, w] is Block(h, w)."""
-    if not isinstance(config.pattern, str):
-        return Block(*config.pattern)
-    name, *arguments = config.pattern.split(":")
-    if name == "nm":
-        return NM(*map(int, arguments))
-    return Channel(*arguments) if name == "channel" else Unstructured()
+    """The pattern of a recipe, by the patterns' own spelling."""
+    with blaming_the_recipe("pattern"):
+        return read_pattern(config.pattern)
 
 
-@dataclass(frozen=True)
-class CountedFlops(Flops):
-    """A FLOP cost that was counted before: a model in shards can no longer be."""
-
-    counted: Mapping[str, float] = field(default_factory=dict)
-
-    def describe(self) -> str:
-        """The same as of the cost that was counted."""
-        return Flops(None, self.value_power).describe()
-
-    def per_parameter(self, model: nn.Module, targets: Sequence[Target]) -> list[float]:
-        """Positions per example, as they were counted."""
-        return [self.counted[target.name] for target in targets]
-
-
-def build_cost(config: Config, model: nn.Module, shape: tuple[int, int, int]) -> Flops | None:
-    """What the budget counts: None is parameters. The model must still be whole."""
-    if config.cost != "flops":
-        return None
+def build_cost(config: Config, model: nn.Module, shape: Shape) -> Cost:
+    """What the budget counts. The model must still be whole."""
     images = torch.zeros(1, *shape, device=next(model.parameters()).device)
-    try:
-        counted = Flops(images, config.value_power).table(model, config.include, config.exclude)
-    except ValueError as error:
-        raise RecipeError(str(error)) from None
-    return CountedFlops(images, config.value_power, counted)
+    with blaming_the_recipe():
+        return cost_by_name(config.cost).for_run(model, images, config.value_power, config.include, config.exclude)
 
 
-def build_sparsifier(config: Config, model: nn.Module, cost: Flops | None, total_steps: int) -> Sparsifier:
+def build_sparsifier(config: Config, model: nn.Module, cost: Cost, total_steps: int) -> Sparsifier:
     """The sparsifier of a recipe."""
-    try:
-        return Sparsifier(
-            model,
-            config.sparsity,
-            total_steps,
-            build_method(config),
-            pattern=build_pattern(config),
-            cost=cost,
-            budget=config.budget,
-            include=config.include,
-            exclude=config.exclude,
-            warmup=config.warmup,
-            finetune=config.finetune,
-            count=config.count,
-        )
-    except RecipeError:
-        raise
-    except ValueError as error:
-        raise RecipeError(str(error)) from None
+    same = ("budget", "include", "exclude", "warmup", "finetune", "count", "min_density")  # in a recipe as in Python
+    options = {key: getattr(config, key) for key in same}
+    with blaming_the_recipe():
+        method, pattern = build_method(config), build_pattern(config)
+        return Sparsifier(model, config.sparsity, total_steps, method, pattern=pattern, cost=cost, **options)
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:

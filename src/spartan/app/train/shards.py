@@ -1,37 +1,29 @@
-"""Checkpoints in parts: every process writes what it holds, and only when all have done so is there a checkpoint."""
+"""Writes checkpoints in parts: every process its own, and only when all have done so is there a checkpoint."""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
-import os
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from spartan import Sparsifier
-from spartan.app.train.checkpoint import (
-    DIGESTS,
-    PLAIN,
-    CheckpointError,
-    cannot_write,
-    digest,
-    prune,
-    sync_folder,
-    write_atomically,
-)
-from spartan.app.train.processes import Processes, patience
+from spartan.app.train.checkpoint import DIGESTS, PLAIN, CheckpointError, cannot_write, digest, remove_old, write_state
+from spartan.app.train.processes import Processes, timeout_seconds
+from spartan.disk import replace_file, sync_folder
 from spartan.state.sharded import save_sharded
 
 
-class Parts:
+class ShardedCheckpoints:
     """Writes folders `step-….shards`: parts by torch.distributed.checkpoint, plain values, and digests of it all.
 
     A folder has its name only when it is complete. In the background, training goes on while files are written; what
@@ -42,9 +34,10 @@ class Parts:
         self._us = us
         self._pending: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1) if background else None
-        # What is agreed upon in the background must not get mixed up with what training sends.
-        limit = datetime.timedelta(seconds=patience())
-        self._group = dist.new_group(backend="gloo", timeout=limit) if background else None
+        if background:
+            # What is agreed upon in the background must not get mixed up with what training sends.
+            limit = datetime.timedelta(seconds=timeout_seconds())
+            self._us = dataclasses.replace(us, group=dist.new_group(backend="gloo", timeout=limit))
 
     def save(
         self,
@@ -59,11 +52,11 @@ class Parts:
         self.wait()
         path = out / "checkpoints" / f"step-{step:08d}.shards"
         aside, trouble, writing = path.with_suffix(".tmp"), "", None
-        self._us.decide(lambda: _begin(path, plain))
+        self._us.decide(lambda: _start_folder(path, plain))
         try:
-            writing = save_sharded(aside, model, optimizer, sparsifier, self._thread is not None, self._group)
+            writing = save_sharded(aside, model, optimizer, sparsifier, self._thread is not None, self._us.group)
         except (OSError, RuntimeError, CheckpointException) as error:
-            trouble = _words(path, error)
+            trouble = _why_not_written(path, error)
         if self._thread is None:
             self._finish(path, None, trouble)
         else:
@@ -81,39 +74,26 @@ class Parts:
         try:
             if writing is not None:
                 writing.result()
-            mine = {p.name: digest(p) for p in aside.iterdir() if self._wrote(p.name)}
+            # torch names parts by rank, and all else is the first one's
+            own = f"__{self._us.rank}_"
+            files = (p for p in aside.iterdir() if p.name.startswith(own) or (self._us.first and p.name[:2] != "__"))
+            mine = {p.name: digest(p) for p in files}
         except (OSError, RuntimeError, CheckpointException) as error:
-            trouble = trouble or _words(path, error)
-        everyone: list[Any] = [None] * self._us.world
-        dist.all_gather_object(everyone, (trouble, mine), group=self._group)
-        trouble = next((words for words, _ in everyone if words), "")
-        if self._us.first and not trouble:
-            try:
-                digests = {name: value for _, of in everyone for name, value in of.items()}
-                write_atomically(aside / DIGESTS, json.dumps(digests).encode())
-                _put_in_place(aside, path)
-            except OSError as error:
-                trouble = _words(path, error)
-        verdict = [trouble]
-        dist.broadcast_object_list(verdict, src=0, group=self._group, device=torch.device("cpu"))
-        if verdict[0]:
-            if self._us.first:
-                shutil.rmtree(aside, ignore_errors=True)
-            raise CheckpointError(verdict[0])
-
-    def _wrote(self, name: str) -> bool:
-        """Whether this process wrote a file: torch names parts by rank, and all else is the first one's."""
-        return name.startswith(f"__{self._us.rank}_") if name.startswith("__") else self._us.first
+            trouble = trouble or _why_not_written(path, error)
+        everyone = self._us.gather((trouble, mine))
+        trouble = self._us.decide(lambda: _put_in_place(aside, path, everyone))
+        if trouble:
+            raise CheckpointError(trouble)
 
 
-def _words(path: Path, error: BaseException) -> str:
+def _why_not_written(path: Path, error: BaseException) -> str:
     """Why a checkpoint could not be written; torch wraps what happened on each process."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(cannot_write(path, error))
 
 
-def _begin(path: Path, plain: dict[str, Any]) -> None:
+def _start_folder(path: Path, plain: dict[str, Any]) -> None:
     """A folder aside, with the plain values; what a killed process left of another is removed."""
     try:
         path.parent.mkdir(exist_ok=True)
@@ -121,20 +101,27 @@ def _begin(path: Path, plain: dict[str, Any]) -> None:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         aside = path.with_suffix(".tmp")
         aside.mkdir()
-        with (aside / PLAIN).open("wb") as file:
-            torch.save(plain, file)
-            file.flush()
-            os.fsync(file.fileno())
+        write_state(aside / PLAIN, plain)
     except (OSError, RuntimeError) as error:
         raise cannot_write(path, error) from error
 
 
-def _put_in_place(aside: Path, path: Path) -> None:
-    """Give a complete folder its name; older ones are removed only then."""
-    sync_folder(aside)
-    if path.exists():  # one that was damaged, since the run has come here again
-        path.rename(path.with_suffix(".old.tmp"))
-    aside.rename(path)
-    sync_folder(path.parent)
-    shutil.rmtree(path.with_suffix(".old.tmp"), ignore_errors=True)
-    prune(path.parent.parent)
+def _put_in_place(aside: Path, path: Path, everyone: Sequence[tuple[str, dict[str, str]]]) -> str:
+    """Give a complete folder its name and remove older ones; or remove it, and say why it is not complete."""
+    trouble = next((words for words, _ in everyone if words), "")
+    try:
+        if not trouble:
+            digests = {name: value for _, mine in everyone for name, value in mine.items()}
+            replace_file(aside / DIGESTS, json.dumps(digests).encode())
+            sync_folder(aside)
+            if path.exists():  # one that was damaged, since the run has come here again
+                path.rename(path.with_suffix(".old.tmp"))
+            aside.rename(path)
+            sync_folder(path.parent)
+            shutil.rmtree(path.with_suffix(".old.tmp"), ignore_errors=True)
+            remove_old(path.parent.parent)
+    except OSError as error:
+        trouble = _why_not_written(path, error)
+    if trouble:
+        shutil.rmtree(aside, ignore_errors=True)
+    return trouble

@@ -1,9 +1,10 @@
-"""SIGTERM and Ctrl-C end a run after the current step, with a checkpoint."""
+"""Catches SIGTERM and Ctrl-C, so that a run ends after the current step, with a checkpoint."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,7 +15,6 @@ class Interrupted(SystemExit):
 
     def __init__(self, out: Path, number: int) -> None:
         super().__init__(128 + number)
-        self.out = out
         self.message = f"stopped by {signal.Signals(number).name}; continue with: spartan train --resume {out}"
 
 
@@ -25,14 +25,14 @@ class StopSignals:
     from the launcher, who ends by force those that take too long.
     """
 
-    def __init__(self, launched: bool = False) -> None:
-        self._launched = launched
+    def __init__(self, launched: bool = False, numbers: Sequence[int] = (signal.SIGTERM, signal.SIGINT)) -> None:
+        self._launched, self._numbers = launched, numbers
         self.caught: int | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in self._numbers:
                 self._before[number] = signal.signal(number, self._catch)
         return self
 

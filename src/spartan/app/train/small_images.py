@@ -1,4 +1,4 @@
-"""Small images live on the device, and are cropped, flipped and cut out there, a batch at a time."""
+"""Keeps small images on the device, and crops, flips and cuts them out there, a batch at a time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spartan.app.train import vision
-from spartan.app.train.config import Config, RecipeError, nearest
-from spartan.app.train.data import Batch, Data, load_function, seed_of, source_path
+from spartan import zoo
+from spartan.app.train.config import Config, RecipeError, blaming_the_recipe
+from spartan.app.train.data import Batch, Data, seed_of, source_path
 from spartan.app.train.processes import Processes
+from spartan.wording import nearest, one_line
 
 NAMES = ("x_train", "y_train", "x_test", "y_test")
 
@@ -42,7 +43,8 @@ class SmallImages(Data):
         classes = config.data.classes or labels
         if classes < labels:
             raise RecipeError(f"data.classes: {classes} is too few; the labels go up to {labels - 1}")
-        super().__init__(config, device, us, classes, (channels, height, width), len(x_train), len(x_test))
+        super().__init__(config, device, us, classes, (channels, height, width), (len(x_train), len(x_test)))
+        self.test_micro = max(self.micro, 1024)  # no gradients are kept, so more fits at once
         for key, size in (("pad", config.data.pad), ("cutout", config.data.cutout)):
             if size >= min(height, width):
                 raise RecipeError(f"data.{key}: {size} must be smaller than the images, which are {height}×{width}")
@@ -67,11 +69,6 @@ class SmallImages(Data):
         for i in range(start * self.us.world + self.us.rank, self.micro_batches, self.us.world):
             order, *chosen = draws[:, i * self.micro : (i + 1) * self.micro]
             yield self._augmented(order, *chosen), self._train_labels[order]
-
-    @property
-    def test_micro(self) -> int:
-        """No gradients are kept, so more fits at once."""
-        return max(self.micro, 1024)
 
     def test(self) -> Iterator[Batch]:
         """Every test image of this process's share, once."""
@@ -137,15 +134,15 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _read(config: Config) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x_train, y_train, x_test, y_test, checked; images NCHW as uint8 or float32."""
-    source = config.data.source
+    source, path = config.data.source, config.data.path
     if source in READERS:
-        arrays, origin = READERS[source](config), f"data.source: {source}"
+        read = READERS[source]
     elif ":" in source:
-        arrays, origin = _from_function(source), f"data.source: {source}"
-    elif Path(config.data.path or "").suffix == ".npz":
-        arrays, origin = _from_npz(config), f"data.path: {config.data.path}"
+        read = _from_function
     else:
-        arrays, origin = _from_torchvision(source.removeprefix("torchvision/"), config), f"data.source: {source}"
+        read = _from_npz if Path(path or "").suffix == ".npz" else _from_torchvision
+    arrays = read(config)
+    origin = f"data.path: {path}" if read is _from_npz and source != "npz" else f"data.source: {source}"
     x_train, x_test = (_images(f"{origin}: {NAMES[i]}", arrays[i]) for i in (0, 2))
     y_train = _labels(f"{origin}: y_train", arrays[1], len(x_train))
     y_test = _labels(f"{origin}: y_test", arrays[3], len(x_test))
@@ -188,14 +185,18 @@ def _from_npz(config: Config) -> Sequence[Any]:
 READERS: dict[str, Callable[[Config], Sequence[Any]]] = {"digits": _digits, "npz": _from_npz}
 
 
-def _from_function(source: str) -> Sequence[Any]:
-    arrays = load_function("data.source", source)()
+def _from_function(config: Config) -> Sequence[Any]:
+    source = config.data.source
+    with blaming_the_recipe():
+        function = zoo.load_function("data.source", source)
+    arrays = function()
     if not isinstance(arrays, (tuple, list)) or len(arrays) != 4:
         raise RecipeError(f"data.source: {source} must return {', '.join(NAMES)}, not {type(arrays).__name__}")
     return arrays
 
 
-def _from_torchvision(name: str, config: Config) -> Sequence[Any]:
+def _from_torchvision(config: Config) -> Sequence[Any]:
+    name = config.data.source.removeprefix("torchvision/")
     if name not in TORCHVISION:
         hint = "other sets can be laid out for data.source=imagefolder"
         raise RecipeError(
@@ -203,7 +204,8 @@ def _from_torchvision(name: str, config: Config) -> Sequence[Any]:
             f"accepted: {', '.join(TORCHVISION)}"
         )
     root, arrays = source_path(config), []
-    dataset = getattr(vision.torchvision().datasets, name)
+    with blaming_the_recipe():
+        dataset = getattr(zoo.torchvision().datasets, name)
     options = {"download": config.data.download} if "download" in inspect.signature(dataset).parameters else {}
     for part in TORCHVISION[name]:
         try:
@@ -211,7 +213,7 @@ def _from_torchvision(name: str, config: Config) -> Sequence[Any]:
                 warnings.simplefilter("ignore")  # old pickles and headers that these sets come in
                 loaded = dataset(str(root), **part, **options)
         except (RuntimeError, OSError, ImportError) as error:  # not there, not reachable, or SVHN without scipy
-            reason = (" ".join(str(error).split()) or type(error).__name__).rstrip(".")
+            reason = one_line(error).rstrip(".")
             raise RecipeError(
                 f"data.path: {name} could not be loaded from {root} ({reason}); set data.download=true to fetch it, or "
                 "data.path to the folder that has it or to an .npz of its arrays"

@@ -1,25 +1,25 @@
-"""Grids of runs: each in a process of its own, several at once, finished ones skipped, failing ones survived."""
+"""Runs grids of settings: each run in its own process, several at once, finished ones skipped, failing ones survived."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import os
-import queue
 import re
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from spartan.app.runs import epochs_done, identity, is_finished, is_run, read_run, result_line
+from spartan.app.terminal import ProgressBar
 from spartan.app.train.config import Config, RecipeError, load_recipe
-from spartan.app.train.runs import Run, identity, is_finished, is_run, read_run, result
+from spartan.app.train.signals import StopSignals
 
 OPEN, CLOSE = "[{(", "]})"
 
@@ -40,7 +40,6 @@ class Outcome:
 
     job: Job
     state: Literal["finished", "skipped", "failed", "stopped"]
-    seconds: float
     # for a failed run: why, in the last lines of its log
     reason: str = ""
 
@@ -95,17 +94,18 @@ def plan(recipe: str, sets: Sequence[str], seeds: int | None, out: Path) -> list
     """The runs of a sweep; one that is in `out` already keeps its folder, one that repeats another is left out."""
     if is_run(out):
         raise RecipeError(f"--out: {out} is a run itself; a sweep needs a folder to put its runs in")
-    there = {identity(run.config): run.folder for run in _runs_in(out)}
+    runs = [p for p in sorted(out.glob("*")) if is_run(p) and not p.name.startswith(".")]
+    there = {identity(read_run(run).config): run for run in runs}
     jobs: dict[str, Job] = {}
     taken = set(there.values())
     points = grid(sets, seeds)
-    varied = [key for key in _keys(points[0]) if len({dict(map(_pair, point))[key] for point in points}) > 1]
+    common = set.intersection(*map(set, points))
     for point in points:
         config = load_recipe(recipe, point)
         same = identity(config)
         if same in jobs:
             continue
-        folder = there.get(same) or out / _name(config, [s for s in point if _pair(s)[0] in varied])
+        folder = there.get(same) or out / _name(config, [setting for setting in point if setting not in common])
         if same not in there and (folder in taken or folder.exists()):
             folder = folder.with_name(f"{folder.name}-{hashlib.sha256(same.encode()).hexdigest()[:8]}")
         taken.add(folder)
@@ -115,26 +115,11 @@ def plan(recipe: str, sets: Sequence[str], seeds: int | None, out: Path) -> list
 
 def _name(config: Config, varied: Sequence[str]) -> str:
     """The method, the sparsity, whatever else varies, and the seed."""
-    extra = "".join(f"-{s}" for s in varied if _pair(s)[0] not in ("method", "sparsity", "seed"))
+    extra = "".join(f"-{s}" for s in varied if not s.startswith(("method=", "sparsity=", "seed=")))
     extra = re.sub(r"[^\w.=+-]+", "_", extra)
     if len(extra) > 100:
         extra = "-" + hashlib.sha256(extra.encode()).hexdigest()[:8]
     return re.sub(r"[^\w.=+-]+", "_", f"{config.method}-{config.sparsity:g}{extra}-seed{config.seed}")
-
-
-def _pair(setting: str) -> tuple[str, str]:
-    key, _, value = setting.partition("=")
-    return key, value
-
-
-def _keys(point: Sequence[str]) -> list[str]:
-    return [_pair(setting)[0] for setting in point]
-
-
-def _runs_in(out: Path) -> Iterator[Run]:
-    for folder in sorted(out.iterdir()) if out.is_dir() else ():
-        if is_run(folder) and not folder.name.startswith("."):
-            yield read_run(folder)
 
 
 # ---------------------------------------------------------------------- running
@@ -149,28 +134,25 @@ class Sweep:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
 
-    def run(self, jobs: Sequence[Job], tell: Telling) -> list[Outcome]:
-        """Every job's outcome, in the order of the jobs; `tell` hears of each as it comes."""
-        waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        ended: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        for job in jobs:
-            waiting.put(job)
-        workers = [threading.Thread(target=self._work, args=(waiting, ended)) for _ in range(self.at_once)]
+    def run(self, jobs: Sequence[Job], display: SweepDisplay) -> list[Outcome]:
+        """Every job's outcome, in the order of the jobs; `display` hears of each as it comes."""
         outcomes: dict[Path, Outcome] = {}
-        with self._signals():
-            for worker in workers:
-                worker.start()
-            while len(outcomes) < len(jobs):
+        # Ctrl-C, SIGTERM and a closed terminal stop the sweep in order.
+        numbers = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
+        with StopSignals(launched=True, numbers=numbers) as signals, ThreadPoolExecutor(self.at_once) as workers:
+            running = {workers.submit(self._run_job, job): job for job in jobs}
+            while running:
                 # A short wait, so that signals are seen: the main thread cannot be woken from a lock everywhere.
-                try:
-                    outcome = ended.get(timeout=0.5)
-                except queue.Empty:
-                    tell.underway(sum(map(epochs_done, list(self.running))))
-                    continue
-                outcomes[outcome.job.folder] = outcome
-                tell.outcome(outcome)
-            for worker in workers:
-                worker.join()
+                ended, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
+                if signals.caught is not None and not self.stopped():
+                    self.stop()
+                for future in ended:
+                    job, error = running.pop(future), future.exception()
+                    failed = Outcome(job, "failed", f"{type(error).__name__}: {error}")
+                    outcomes[job.folder] = outcome = future.result() if error is None else failed
+                    display.outcome(outcome)
+                if not ended:
+                    display.show_epochs(sum(map(epochs_done, list(self.running))))
         return [outcomes[job.folder] for job in jobs]
 
     def stopped(self) -> bool:
@@ -184,42 +166,16 @@ class Sweep:
             for process in self.running.values():
                 process.terminate()
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and a closed terminal stop the sweep in order."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
-        before = {number: signal.signal(number, lambda *_: self.stop()) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _work(self, waiting: queue.SimpleQueue[Job], ended: queue.SimpleQueue[Outcome]) -> None:
-        while True:
-            try:
-                job = waiting.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                ended.put(self._one(job))
-            except Exception as error:
-                ended.put(Outcome(job, "failed", 0.0, f"{type(error).__name__}: {error}"))
-
-    def _one(self, job: Job) -> Outcome:
+    def _run_job(self, job: Job) -> Outcome:
         if is_finished(job.folder):
-            return Outcome(job, "skipped", 0.0)
+            return Outcome(job, "skipped")
         log = self.out / "logs" / f"{job.folder.name}.txt"
         log.parent.mkdir(parents=True, exist_ok=True)
-        started = time.monotonic()
         with log.open("ab") as sink:
             begin = sink.tell()
             with self._lock:
                 if self.stopped():
-                    return Outcome(job, "stopped", 0.0)
+                    return Outcome(job, "stopped")
                 # A session of its own: Ctrl-C reaches it once, through `stop`.
                 process = subprocess.Popen(
                     self._command(job),
@@ -233,12 +189,11 @@ class Sweep:
             code = process.wait()
         with self._lock:
             del self.running[job.folder]
-        seconds = time.monotonic() - started
         if code == 0 and is_finished(job.folder):
-            return Outcome(job, "finished", seconds)
+            return Outcome(job, "finished")
         if self.stopped():
-            return Outcome(job, "stopped", seconds)
-        return Outcome(job, "failed", seconds, _reason(code, log, begin))
+            return Outcome(job, "stopped")
+        return Outcome(job, "failed", _reason(code, log, begin))
 
     def _command(self, job: Job) -> list[str]:
         base = [sys.executable, "-m", "spartan", "train"]
@@ -254,17 +209,6 @@ class Sweep:
         return limits | dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
 
 
-def epochs_done(folder: Path) -> int:
-    """How many epochs a run has behind it, from the end of its metrics (the whole may be long)."""
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        return 0
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 8192))
-        ended = re.findall(rb'"epoch": (\d+)', file.read())
-    return max(0, int(ended[-1]) - 1) if ended else 0
-
-
 def _reason(code: int, log: Path, begin: int, lines: int = 3) -> str:
     """The exit status and the end of what the run wrote this time."""
     with log.open("rb") as file:
@@ -274,34 +218,18 @@ def _reason(code: int, log: Path, begin: int, lines: int = 3) -> str:
     return "\n".join([f"{how}; log: {log}", *text[-lines:]])
 
 
-# ---------------------------------------------------------------------- telling
+# ---------------------------------------------------------------------- showing
 
 
-class Telling:
+class SweepDisplay(ProgressBar):
     """How far a sweep is: a line for each run that ended and, on a terminal, a bar below them."""
 
     def __init__(self, jobs: Sequence[Job], plain: bool) -> None:
         self._total, self._done = len(jobs), 0
         self._epochs = 0  # of runs that ended
-        self._bar: Any = None
-        if not plain:
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-            self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-            )
-            # What was finished before takes no time, and would make the rest look fast.
-            epochs = sum(job.config.epochs for job in jobs if not is_finished(job.folder))
-            self._task = self._bar.add_task(f"0/{self._total} runs", total=epochs)
-
-    def __enter__(self) -> Telling:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        # What was finished before takes no time, and would make the rest look fast.
+        epochs = sum(job.config.epochs for job in jobs if not is_finished(job.folder))
+        super().__init__(not plain, f"0/{len(jobs)} runs", epochs, ("TimeElapsedColumn", "TimeRemainingColumn"))
 
     def line(self, text: str) -> None:
         """Say something."""
@@ -315,12 +243,12 @@ class Telling:
         self._done += 1
         text = f"[{self._done}/{self._total}] {outcome.state} {outcome.job.folder.name}"
         if outcome.state == "finished":
-            text += f": {result(read_run(outcome.job.folder).summary or {})}"
+            text += f": {result_line(read_run(outcome.job.folder).summary or {})}"
         self.line(text)
         self._epochs += outcome.job.config.epochs if outcome.state != "skipped" else 0
-        self.underway(0)
+        self.show_epochs(0)
 
-    def underway(self, epochs: int) -> None:
+    def show_epochs(self, epochs: int) -> None:
         """So many epochs of the runs that have not ended are done."""
         if self._bar is not None:
             text = f"{self._done}/{self._total} runs"

@@ -1,1 +1,1 @@
-"""Sparse kernels for the CPU: C++ sources, their build, and the calls."""
+"""Runs sparse layers on the CPU: C++ kernels, their build, and the calls."""

@@ -1,4 +1,4 @@
-"""Compile the CPU kernels: plain C++ with a C interface, so that one library serves every torch and every Python.
+"""Compiles the CPU kernels: plain C++ with a C interface, so that one library serves every torch and every Python.
 
 Run by the package's build (`setup.py`, which loads this file by its path: nothing of torch or spartan is imported here)
 and, where no compiled library came with the package (editable installs, source checkouts), on first use.
@@ -30,12 +30,6 @@ VARIANTS = {
 }
 
 
-def variants() -> dict[str, tuple[str, ...]]:
-    """The instruction sets to compile for: all of them on x86-64, elsewhere what the compiler takes by default."""
-    x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return VARIANTS if x86 else {"portable": VARIANTS["portable"]}
-
-
 def fingerprint() -> str:
     """What the library depends on: the sources, the flags, the kind of machine.
 
@@ -63,7 +57,9 @@ def compile_library(target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = []
-        for isa, flags in variants().items():
+        for isa, flags in VARIANTS.items():
+            if isa != "portable" and platform.machine().lower() not in ("x86_64", "amd64"):
+                continue  # elsewhere, what the compiler takes by default
             objects.append(f"{folder}/{isa}.o")
             _call([cxx, *FLAGS, *flags, f"-DSPARTAN_ISA={isa}", "-c", str(HERE / "kernels.cpp"), "-o", objects[-1]])
         objects.append(f"{folder}/dispatch.o")

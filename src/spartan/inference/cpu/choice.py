@@ -1,4 +1,4 @@
-"""Which kernel runs a layer: a few are timed at the layer's own shape, and the answer is kept on disk."""
+"""Chooses the kernel that runs a layer: times a few at the layer's own shape, and keeps the answer on disk."""
 
 from __future__ import annotations
 
@@ -7,23 +7,17 @@ import functools
 import json
 import os
 import platform
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from spartan.disk import replace_file
 from spartan.inference.cpu.library import cache_folder, library, status
-from spartan.inference.runtime import (
-    DenseConv2d,
-    DenseLinear,
-    Kernel,
-    SparseConv2d,
-    SparseLinear,
-    name_of,
-)
+from spartan.inference.cpu.packed import stored
+from spartan.inference.runtime import DenseConv2d, DenseLinear, Kernel, SparseConv2d, SparseLinear, name_of
 
 ROUNDS, WARM_UP, LEAST_SECONDS, MOST_ROUNDS = 7, 2, 0.1, 40
 # Rough rates relative to the best kernel, set by hand after timings on one AVX-512 processor: they only decide which three
@@ -52,18 +46,11 @@ def candidates(layer: DenseLinear | DenseConv2d, parts: int = 1) -> list[tuple[K
     for kind, h, g in shapes:
         if (h > 1 and h > outputs) or (parts > 1 and (outputs // parts) % h):
             continue
-        share = _share(weight, h, g)
+        share = stored(weight, h, g) / weight.numel()
         rate = _RATE[kind, h] * (_RUN_RATE[g] if kind == "rows" else 1.0)
         found.append((share / rate, (kind, h, g), share))
     found.sort()
     return [(kernel, share) for _, kernel, share in found[:3]]
-
-
-def _share(nonzero: Tensor, h: int, g: int) -> float:
-    outputs, inputs = nonzero.shape
-    padded = nn.functional.pad(nonzero, (0, -inputs % g, 0, -outputs % h)).reshape(-1, h, inputs + -inputs % g)
-    runs = padded.any(1).reshape(len(padded), -1, g).any(2)
-    return int(runs.sum()) * h * g / nonzero.numel()
 
 
 def choose(
@@ -88,11 +75,11 @@ def choose(
             return None, f"{zeros:.1%} zeros: too few, or too scattered for any kernel"
     if library() is None:
         return options[0][0], f"{zeros:.1%} zeros; {status()}"
-    key = _key(layer, shape, dtype, kernels, options)
-    times = remember().get(key)
-    if times is None:
-        times = _measure(layer, shape, dtype, kernels, [kernel for kernel, _ in options])
-        remember(key, times)
+    what = f"{layer.conv}" if isinstance(layer, DenseConv2d) else "linear"
+    # Shares to two digits: layers that differ by a few weights share a measurement.
+    shares = [f"{name_of(kernel)} {share:.2g}" for kernel, share in options]
+    case = [machine(), what, tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]
+    times = measured(case, lambda: _measure(layer, shape, dtype, kernels, [kernel for kernel, _ in options]))
     named: dict[str, Kernel | None] = {name_of(kernel): kernel for kernel, _ in options}
     named["dense"] = None
     best = min(times, key=lambda name: times[name])
@@ -139,20 +126,6 @@ def _measure(
     return times
 
 
-def _key(
-    layer: DenseLinear | DenseConv2d,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    kernels: str,
-    options: list[tuple[Kernel, float]],
-) -> str:
-    what = f"{layer.conv}" if isinstance(layer, DenseConv2d) else "linear"
-    # Shares to two digits: layers that differ by a few weights share a measurement.
-    shares = [f"{name_of(kernel)} {share:.2g}" for kernel, share in options]
-    parts = [machine(), what, tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]
-    return "; ".join(map(str, parts))
-
-
 @functools.cache
 def _processor() -> str:
     with contextlib.suppress(OSError):
@@ -166,24 +139,30 @@ def machine() -> str:
     """What times depend on: the processor, the threads, the instruction set, torch and the kernels' version."""
     kernels = library()
     isa = "none" if kernels is None else f"{kernels.spartan_isa().decode()} {kernels.spartan_version()}"
-    return (
-        f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {isa}, torch {torch.__version__}"
-    )
+    threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    return f"{_processor()}, {threads}, {isa}, torch {torch.__version__}"
 
 
-def remember(key: str | None = None, times: dict[str, float] | None = None) -> dict[str, dict[str, float]]:
-    """What was measured before, from the cache; with a key, that measurement added. A damaged cache counts as empty."""
-    path = cache_folder() / "choices.json"
-    known: dict[str, dict[str, float]] = {}
+def measured(
+    case: Sequence[object], measure: Callable[[], dict[str, float]], kernels: Iterable[str] | None = None
+) -> dict[str, float]:
+    """Seconds by kernel for a case, from the cache on disk or measured now; a damaged cache counts as empty.
+
+    Times of kernels other than `kernels`, where these are given, are of an older version and do not count.
+    """
+    path, key = cache_folder() / "choices.json", "; ".join(map(str, case))
+    times = _cached(path).get(key)
+    if times is None or (kernels is not None and not set(times) <= set(kernels)):
+        times = measure()
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, json.dumps(_cached(path) | {key: times}, indent=1).encode())
+    return times
+
+
+def _cached(path: Path) -> dict[str, dict[str, float]]:
     with contextlib.suppress(OSError, ValueError):
         read = json.loads(path.read_text())
         if isinstance(read, dict):
-            known = {k: v for k, v in read.items() if isinstance(v, dict) and v}
-    if key is not None and times is not None:
-        known[key] = times
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                json.dump(known, file, indent=1)
-            os.replace(file.name, path)
-    return known
+            return {k: v for k, v in read.items() if isinstance(v, dict) and v}
+    return {}

@@ -26,7 +26,7 @@ struct Job {
   int64_t tile, tiles;    // "rows": tokens a tile holds
   int64_t piece;          // tokens that one thread takes through both steps
   Task rearrange, multiply;
-  // convolution: the packed input is [channel][phase][rows_q][pitch], see plan_conv() in ops.py
+  // convolution: the packed input is [channel][phase][rows_q][pitch], see lay_out_conv() in ops.py
   int64_t images, channels, height, width, stride_h, stride_w, pad_h, pad_w, phases_h, phases_w, rows_q, pitch, plane;
   int64_t out_h, out_w;
   int64_t lanes;          // lanes to compute per image: out_h · pitch, less the last row's slack

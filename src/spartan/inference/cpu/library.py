@@ -1,4 +1,4 @@
-"""Find, or compile on first use, and load the CPU kernels.
+"""Finds, or compiles on first use, and loads the CPU kernels.
 
 In this order: the library that came with the package; the one compiled earlier for these sources, in the user's cache
 (`$SPARTAN_CACHE`, else `$XDG_CACHE_HOME/spartan`, else `~/.cache/spartan`); one compiled now, into that cache. Where none of

@@ -1,4 +1,4 @@
-"""Sparse products on the CPU: the calls of the compiled kernels, and the same in plain torch for where there are none.
+"""Computes sparse products on the CPU: by the compiled kernels, and in plain torch where there are none.
 
 Columns that are zero in a whole group of h rows are not multiplied, so a NaN or an infinity in the input reaches only the
 outputs of groups that use it (with h = 1: the outputs that use it); a dense product spreads it to all.
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spartan.inference.cpu.library import library, status
-from spartan.inference.cpu.packed import Packed
+from spartan.inference.cpu.packed import PackedMatrix
 
 # The numbers are Activation's in job.h.
 ACTIVATIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
@@ -42,10 +42,9 @@ class Conv:
 
     def out_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of the output."""
-        sizes = []
-        for n, k, s, p, d in zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True):
-            sizes.append((n + 2 * p - d * (k - 1) - 1) // s + 1)
-        return sizes[0], sizes[1]
+        sides = zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        down, across = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sides)
+        return down, across
 
     @property
     def pointwise(self) -> bool:
@@ -54,7 +53,7 @@ class Conv:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConvLayout:
     """Where the kernel finds each weight's input: the layout of the packed image and an offset per entry."""
 
     geometry: list[int]  # what spartan_conv takes, from the channels on
@@ -62,7 +61,7 @@ class Plan:
     out_size: tuple[int, int]
 
 
-def plan_conv(conv: Conv, packed: Packed, height: int, width: int, dtype: torch.dtype) -> Plan:
+def lay_out_conv(conv: Conv, packed: PackedMatrix, height: int, width: int, dtype: torch.dtype) -> ConvLayout:
     """Lay out the padded image so that every tap of the kernel is one offset.
 
     The image is padded with zeros and, with stride s, divided into s·s *phases* (rows a, a + s, … and columns b, b + s, …).
@@ -101,10 +100,10 @@ def plan_conv(conv: Conv, packed: Packed, height: int, width: int, dtype: torch.
         channel = channel + rows // (packed.outputs // conv.groups) * (conv.channels // conv.groups)
     offsets = (channel * plane + taps.reshape(-1)[tap]).int()
     geometry = [conv.channels, height, width, *conv.stride, *conv.padding, *phases, rows_q, pitch, plane, out_h, out_w]
-    return Plan([*geometry, int(direct)], offsets, size)
+    return ConvLayout([*geometry, int(direct)], offsets, size)
 
 
-def linear_rows(x: Tensor, packed: Packed, bias: Tensor, activation: str) -> Tensor:
+def linear_rows(x: Tensor, packed: PackedMatrix, bias: Tensor, activation: str) -> Tensor:
     """act(x Wᵀ + b) with the outputs in the SIMD lanes: for groups of 8, 16, 32 or 64 rows and runs of 1, 4 or 8 columns.
 
     Args:
@@ -113,33 +112,27 @@ def linear_rows(x: Tensor, packed: Packed, bias: Tensor, activation: str) -> Ten
         bias: float32, one per row of every group (zeros in rows that pad the last group).
         activation: a key of `ACTIVATIONS`.
     """
-    kernels = _kernels()
-    y = x.new_empty(*x.shape[:-1], packed.outputs)
-    tokens = x.numel() // packed.inputs
-    _check(
-        kernels.spartan_linear_rows(
-            *_pointers(x, y, bias, packed.starts, packed.runs, packed.values),
-            *(tokens, packed.inputs, packed.outputs, packed.h, packed.g, ACTIVATIONS[activation][0]),
-            *(x.dtype == torch.bfloat16, torch.get_num_threads()),
-        )
-    )
-    return y
+    return _linear("rows", x, packed, packed.runs, bias, activation, packed.h, packed.g)
 
 
-def lane_offsets(packed: Packed) -> Tensor:
+def lane_offsets(packed: PackedMatrix) -> Tensor:
     """`packed.runs` as offsets for `linear_lanes`."""
     return packed.runs * _kernels().spartan_lane_pitch(packed.h)
 
 
-def linear_lanes(x: Tensor, packed: Packed, offsets: Tensor, bias: Tensor, activation: str) -> Tensor:
+def linear_lanes(x: Tensor, packed: PackedMatrix, offsets: Tensor, bias: Tensor, activation: str) -> Tensor:
     """act(x Wᵀ + b) with the tokens in the SIMD lanes: for groups of any height up to 64, and g = 1."""
-    kernels = _kernels()
+    return _linear("lanes", x, packed, offsets, bias, activation, packed.h)
+
+
+def _linear(
+    kind: str, x: Tensor, packed: PackedMatrix, index: Tensor, bias: Tensor, activation: str, *sizes: int
+) -> Tensor:
     y = x.new_empty(*x.shape[:-1], packed.outputs)
-    tokens = x.numel() // packed.inputs
     _check(
-        kernels.spartan_linear_lanes(
-            *_pointers(x, y, bias, packed.starts, offsets, packed.values),
-            *(tokens, packed.inputs, packed.outputs, packed.h, ACTIVATIONS[activation][0]),
+        getattr(_kernels(), f"spartan_linear_{kind}")(
+            *_pointers(x, y, bias, packed.starts, index, packed.values),
+            *(x.numel() // packed.inputs, packed.inputs, packed.outputs, *sizes, ACTIVATIONS[activation][0]),
             *(x.dtype == torch.bfloat16, torch.get_num_threads()),
         )
     )
@@ -147,15 +140,14 @@ def linear_lanes(x: Tensor, packed: Packed, offsets: Tensor, bias: Tensor, activ
 
 
 def conv2d(
-    x: Tensor, packed: Packed, plan: Plan, bias: Tensor, activation: str, residual: Tensor | None = None
+    x: Tensor, packed: PackedMatrix, layout: ConvLayout, bias: Tensor, activation: str, residual: Tensor | None = None
 ) -> Tensor:
     """act(conv(x) + b + residual), pixels in the SIMD lanes; x and residual contiguous [images, channels, height, width]."""
-    kernels = _kernels()
-    y = x.new_empty(x.shape[0], packed.outputs, *plan.out_size)
+    y = x.new_empty(x.shape[0], packed.outputs, *layout.out_size)
     _check(
-        kernels.spartan_conv(
-            *_pointers(x, y, bias, residual, packed.starts, plan.offsets, packed.values),
-            (ctypes.c_int64 * 16)(x.shape[0], *plan.geometry),
+        _kernels().spartan_conv(
+            *_pointers(x, y, bias, residual, packed.starts, layout.offsets, packed.values),
+            (ctypes.c_int64 * 16)(x.shape[0], *layout.geometry),
             *(packed.outputs, packed.h, ACTIVATIONS[activation][0], x.dtype == torch.bfloat16, torch.get_num_threads()),
         )
     )

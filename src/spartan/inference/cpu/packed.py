@@ -1,4 +1,4 @@
-"""Sparse weights as the kernels read them.
+"""Packs sparse weights as the CPU kernels read them.
 
 Rows are taken h at a time. An *entry* of a group is a run of g columns in which some row of the group is not zero; its
 h·g numbers are stored, zeros among them included. So h = g = 1 is CSR, and any pattern of blocks whose height is a multiple
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass
-class Packed:
+class PackedMatrix:
     """A matrix of `outputs` × `inputs` in groups of h rows and runs of g columns.
 
     starts: int32, groups + 1; runs: int32, the number of each entry's run of columns; values: float32 [entries, g, h].
@@ -44,7 +44,7 @@ def _tiles(weight: Tensor, h: int, g: int) -> Tensor:
     return padded.reshape(padded.shape[0] // h, h, padded.shape[1] // g, g)
 
 
-def pack(weight: Tensor, h: int, g: int) -> Packed:
+def pack(weight: Tensor, h: int, g: int) -> PackedMatrix:
     """The matrix in groups of h rows and runs of g columns.
 
     Example:
@@ -61,10 +61,10 @@ def pack(weight: Tensor, h: int, g: int) -> Packed:
     starts = torch.zeros(tiles.shape[0] + 1, dtype=torch.int32)
     starts[1:] = counts.cumsum(0)
     values = tiles[group, :, run, :].transpose(1, 2).contiguous()
-    return Packed(starts, run.int(), values, weight.shape[0], weight.shape[1])
+    return PackedMatrix(starts, run.int(), values, weight.shape[0], weight.shape[1])
 
 
-def unpack(packed: Packed) -> Tensor:
+def unpack(packed: PackedMatrix) -> Tensor:
     """The dense matrix, float32."""
     groups, h, g = packed.starts.numel() - 1, packed.h, packed.g
     runs = -(-packed.inputs // g)

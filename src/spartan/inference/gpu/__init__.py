@@ -1,1 +1,1 @@
-"""Sparse kernels for CUDA devices: linear layers on tiles, in Triton, and torch's own 2:4 product."""
+"""Runs sparse linear layers on CUDA devices: on tiles, in Triton, and by torch's own 2:4 product."""

@@ -1,4 +1,4 @@
-"""Which kernel runs a linear layer on a CUDA device: a few are timed at the layer's own shape, the answer kept on disk."""
+"""Chooses the kernel that runs a linear layer on a CUDA device: times a few at its own shape, and keeps the answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spartan.inference.cpu.choice import DENSE_ABOVE, reason, remember
+from spartan.inference.cpu.choice import DENSE_ABOVE, measured, reason
 from spartan.inference.gpu import ops
 from spartan.inference.gpu.layers import SemiStructuredLinear, TileLinear, two_of_four
 from spartan.inference.gpu.ops import Launch
@@ -92,9 +92,8 @@ def block_sizes(weight: Tensor) -> dict[tuple[int, int], Tensor]:
     held = {(p, q): int(keep.sum()) * p * q for (p, q), keep in kept.items()}
     found: dict[tuple[int, int], Tensor] = {}
     for p, q in sizes:
-        if held[p, q] <= 1.5 * held[16, 16] and not any(
-            a >= p and b >= q and held[a, b] <= 1.02 * held[p, q] for a, b in found
-        ):
+        larger = any(a >= p and b >= q and held[a, b] <= 1.02 * held[p, q] for a, b in found)
+        if held[p, q] <= 1.5 * held[16, 16] and not larger:
             found[p, q] = kept[p, q]
     return found
 
@@ -164,12 +163,8 @@ def choose(
     if kernels == "auto":
         named["dense"] = None
     shares = [f"{tiling} {share:.2g}" for tiling, share in options]
-    parts = [machine(), "linear", tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]
-    key = "; ".join(map(str, parts))
-    times = remember().get(key)
-    if times is None or not set(times) <= set(named):
-        times = measure(layer, shape, dtype, named)
-        remember(key, times)
+    case = [machine(), "linear", tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]
+    times = measured(case, lambda: measure(layer, shape, dtype, named), named)
     ranked = sorted((name for name in times if times[name] < math.inf), key=lambda name: times[name])
     failed = len(times) - len(ranked)
     note = f"; {failed} of {len(times)} kernels failed" if failed else ""
@@ -262,7 +257,7 @@ def graph_of(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return replay
 
 
-def pays(fast: Callable[[], object], plain: Callable[[], object]) -> bool:
+def is_faster(fast: Callable[[], object], plain: Callable[[], object]) -> bool:
     """Whether a model is done sooner than another one, called as it is, launches included."""
     times: dict[Callable[[], object], float] = {fast: math.inf, plain: math.inf}
     with torch.inference_mode():

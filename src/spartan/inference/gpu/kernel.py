@@ -1,4 +1,4 @@
-"""The Triton kernel of a linear layer on tiles (see `tiles.py` for what is stored).
+"""Multiplies by a tiled weight, in Triton (see `tiles.py` for what is stored).
 
 A program takes TM tokens and one chunk of the outputs' groups. It walks the chunk's steps in one flat loop, whatever the
 number of steps of each group, so that the next tiles are on their way while a group's outputs are written: with 90% zeros a

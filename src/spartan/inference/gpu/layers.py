@@ -1,4 +1,4 @@
-"""Linear layers for CUDA devices: on tiles, and on torch's semi-structured (2:4) tensors."""
+"""The linear layers that run on CUDA devices: one multiplies by tiles, one by torch's semi-structured (2:4) tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spartan.inference.gpu.tiles import Tiles, Tiling, pack, unpack
 from spartan.inference.runtime import DeviceLinear, outside_graphs
 
 
-def _prepared(layer: DeviceLinear, x: Tensor) -> Tensor:
+def _in_compute_dtype(layer: DeviceLinear, x: Tensor) -> Tensor:
     """The input in the type to compute in: autocast's, as for torch's linear, else its own."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
@@ -75,8 +75,8 @@ class TileLinear(DeviceLinear):
         return unpack(Tiles(*buffers, self.empties, self.tiling, (self.outputs, self.inputs)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output for x [..., in_features], float32, bfloat16 or float16."""
-        x = _prepared(self, self._ready(x, self.inputs, -1))
+        """The layer's output for x [..., inputs], float32, bfloat16 or float16."""
+        x = _in_compute_dtype(self, self._checked_input(x, self.inputs, -1))
         # Outside a graph the dispatcher would only add to the time of the launch.
         call: Callable[..., Tensor] = ops.tile_linear if torch.compiler.is_compiling() else ops.run
         tiles = self.tiles if self.tiles.dtype == x.dtype else self.tiles.to(x.dtype)
@@ -122,8 +122,8 @@ class SemiStructuredLinear(DeviceLinear):
 
     @outside_graphs
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output for x [..., in_features]."""
-        x = _prepared(self, self._ready(x, self.inputs, -1))
+        """The layer's output for x [..., inputs]."""
+        x = _in_compute_dtype(self, self._checked_input(x, self.inputs, -1))
         if not x.is_cuda or x.dtype != self.weight_.dtype:
             return linear_torch(x, self.weight_, self.bias, self.activation)
         if self._packed is None:

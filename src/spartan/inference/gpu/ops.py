@@ -1,4 +1,4 @@
-"""The product with a tiled weight as torch operators, for `torch.compile` and CUDA graphs, and the launch of the kernel.
+"""Launches the kernel that multiplies by a tiled weight, as a torch operator for `torch.compile` and CUDA graphs.
 
 Blocks that are not stored are not multiplied, so a NaN or an infinity in the input reaches only the outputs of groups that
 use its block. Products are summed in float32; bias and activation come before the one rounding.
@@ -106,14 +106,9 @@ def run(
 
     Args:
         x: [..., inputs]; float32, bfloat16 or float16.
-        weight: with `ins`, `last`, `outs`, `starts` and `empties`, as in `Tiles`; of x's type.
-        ins: see `weight`.
-        last: see `weight`.
-        outs: see `weight`.
-        starts: see `weight`.
+        weight, ins, last, outs, starts, empties: as in `Tiles`; the weight of x's type.
         bias: float32, one an output.
         outputs: how many.
-        empties: see `weight`.
         tiling: the four numbers of `Tiling`.
         launch: tokens, warps, stages and the place of the loads in `LOADS`.
         activation: a key of `spartan.inference.cpu.ops.ACTIVATIONS`.

@@ -1,4 +1,4 @@
-"""A sparse weight as dense tiles, in the order in which the GPU kernel reads them.
+"""Packs a sparse weight into dense tiles, in the order in which the GPU kernel reads them.
 
 The weight is seen as blocks of p outputs × q inputs; those that are all zero are not stored. `Tiling.outputs / p` rows of
 blocks make a *group*. The columns in which any of these rows has a block are its *steps*, `Tiling.inputs / q` columns to a

@@ -4,8 +4,9 @@ import importlib
 import pkgutil
 
 from spartan.problem.patterns.base import Pattern, Place, check_pattern, read_pattern
+from spartan.problem.patterns.unstructured import Unstructured
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["Pattern", "Place", "check_pattern", "read_pattern"]
+__all__ = ["Pattern", "Place", "Unstructured", "check_pattern", "read_pattern"]

@@ -99,13 +99,11 @@ class Pattern(ABC):
             return None
         fields: list[Any] = [f for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else []
         if len(arguments) > len(fields):
-            raise ValueError(
-                f"{value!r} has more than the {len(fields)} arguments of {cls.__name__}; write {cls.spelling}"
-            )
+            raise ValueError(f"{cls.__name__} has {len(fields)} arguments")
         try:
             return cls(*(int(a) if a.lstrip("-").isdigit() else a for a in arguments))
         except TypeError:
-            raise ValueError(f"{value!r} lacks an argument; write {cls.spelling}") from None
+            raise ValueError(f"{cls.__name__} needs more arguments") from None
 
 
 @dataclass(frozen=True)
@@ -178,12 +176,17 @@ def read_pattern(value: object) -> Pattern:
         >>> read_pattern("nm:2:4"), read_pattern([16, 16])
         (NM(2, 4), Block(h=16, w=16))
     """
+    why = ""
     for kind in kinds():
-        found = kind.read(value)
+        try:
+            found = kind.read(value)
+        except ValueError as error:
+            why = f" ({error})"
+            break
         if found is not None:
             return found
     accepted = ", ".join(kind.spelling for kind in kinds())
-    raise ValueError(f"{value!r} is not accepted; accepted: {accepted}")
+    raise ValueError(f"{value!r} is not accepted{why}; accepted: {accepted}")
 
 
 def check_pattern(pattern: object) -> Pattern:

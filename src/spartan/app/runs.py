@@ -1,0 +1,249 @@
+"""Reads run folders, however their runs ended, and tells which runs are the same experiment."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spartan.app.train.config import Config, RecipeError, load_recipe, parse_yaml
+from spartan.methods import entries
+
+# Keys that say where and how a run is done, not what it computes.
+INCIDENTAL = ("description", "device", "parallel", "checkpoint_epochs", "checkpoint_steps", "checkpoint_async")
+INCIDENTAL_DATA = ("path", "download", "workers")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The files of one run, each read when it is first asked for. A run is finished if and only if it has a summary.
+
+    What is missing, cut off or damaged counts as not there: a report can be had of every run. Only `config` insists on a
+    recipe that could be run; `read_run` is for those who cannot go on without one.
+    """
+
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.resolve().name
+
+    @cached_property
+    def config(self) -> Config:
+        """The recipe, checked."""
+        path = self.folder / "recipe.yaml"
+        try:
+            return load_recipe(path)
+        except RecipeError as error:
+            raise RecipeError(f"{path}: {error}") from None
+
+    @cached_property
+    def recipe_text(self) -> str:
+        """recipe.yaml as it stands there."""
+        return _text(self.folder / "recipe.yaml")
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """The recipe, unchecked; empty where it is no YAML."""
+        try:
+            values = parse_yaml(self.recipe_text)
+        except yaml.YAMLError:
+            return {}
+        return values if isinstance(values, dict) else {}
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """Versions, machine and command."""
+        return _json(self.folder / "environment.json") or {}
+
+    @cached_property
+    def summary(self) -> dict[str, Any] | None:
+        """The results; None while the run is unfinished."""
+        return _json(self.folder / "summary.json")
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end."""
+        return self.summary is not None
+
+    @property
+    def status(self) -> str:
+        """Finished, or how far it came."""
+        return "finished" if self.finished else f"unfinished, {len(self.epochs)} of {self.planned_epochs} epochs"
+
+    @property
+    def method(self) -> str:
+        """The method's name."""
+        return str(self.recipe.get("method", "spartan"))
+
+    @property
+    def dense(self) -> bool:
+        """Whether the method leaves the model dense."""
+        return never_sparse(self.method)
+
+    @property
+    def sparsity(self) -> float:
+        """The sparsity asked for; a dense run has none, whatever its recipe says."""
+        return 0.0 if self.dense else number(self.recipe.get("sparsity")) or 0.0
+
+    @property
+    def seed(self) -> int:
+        """The seed of its recipe."""
+        return int(number(self.recipe.get("seed")) or 0)
+
+    @property
+    def planned_epochs(self) -> int:
+        """Epochs in the recipe."""
+        return int(number(self.recipe.get("epochs")) or 0)
+
+    # ------------------------------------------------------------------ what was measured on the way
+
+    @cached_property
+    def _metrics(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
+        """Steps and epochs in order, and how many lines could not be read; of lines for the same step the last counts."""
+        found: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "epoch": {}}
+        damaged = 0
+        for line in filter(str.strip, _text(self.folder / "metrics.jsonl").splitlines()):
+            try:
+                record = json.loads(line)
+                kind = record["kind"]
+                if kind in found:
+                    found[kind][int(record[kind])] = record
+            except (ValueError, KeyError, TypeError):
+                damaged += 1
+        steps, epochs = ([records[k] for k in sorted(records)] for records in found.values())
+        return steps, epochs, damaged
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The steps of metrics.jsonl, in order."""
+        return self._metrics[0]
+
+    @property
+    def epochs(self) -> list[dict[str, Any]]:
+        """The epochs of metrics.jsonl, in order."""
+        return self._metrics[1]
+
+    @property
+    def damaged_lines(self) -> int:
+        """Lines of metrics.jsonl that could not be read, such as one cut short by a kill."""
+        return self._metrics[2]
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        values = json.loads(_text(path))
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None
+
+
+# ---------------------------------------------------------------------- finding runs
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds a run, finished or not."""
+    return (folder / "recipe.yaml").is_file()
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run came to its end: its summary is written last."""
+    return (folder / "summary.json").is_file()
+
+
+def read_run(folder: Path) -> RunFolder:
+    """The run in a folder; ValueError where it has no recipe that can be run, or a summary that cannot be read."""
+    if not is_run(folder):
+        raise ValueError(f"{folder} is no run folder: it holds no recipe.yaml")
+    run = RunFolder(folder)
+    _ = run.config  # or its error
+    if is_finished(folder) and not run.finished:
+        raise ValueError(f"{folder / 'summary.json'} is damaged: it is not a JSON object")
+    return run
+
+
+def find_runs(paths: Iterable[Path]) -> list[RunFolder]:
+    """The runs in these folders and below them, each once, in the order of their names."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"there is no folder {path}")
+        folders = [path] if is_run(path) else sorted(recipe.parent for recipe in path.rglob("recipe.yaml"))
+        folders = [f for f in folders if f == path or not f.name.startswith(".")]  # half-made by a killed start
+        if not folders:
+            raise ValueError(f"{path} holds no run: there is no recipe.yaml in it or below it")
+        for folder in folders:
+            found.setdefault(folder.resolve(), folder)
+    return [read_run(folder) for folder in found.values()]
+
+
+def epochs_done(folder: Path) -> int:
+    """How many epochs a run has behind it, from the end of its metrics (the whole may be long)."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 8192))
+        ended = re.findall(rb'"epoch": (\d+)', file.read())
+    return max(0, int(ended[-1]) - 1) if ended else 0
+
+
+def result_line(summary: Mapping[str, Any]) -> str:
+    """A run's result in half a line."""
+    return (
+        f"top-1 {summary['top1']:.2%}, sparsity {summary['achieved_sparsity']:.2%}, "
+        f"{summary['nonzero']:,} nonzero weights, {summary['seconds']:.1f} s"
+    )
+
+
+# ---------------------------------------------------------------------- which runs are the same
+
+
+def data_name(config: Config) -> str:
+    """The data set in a word: its source and, where that alone does not say, the name of its file or folder."""
+    source, path = config.data.source, config.data.path
+    return f"{source}:{Path(path).stem}" if path and source in ("npz", "imagefolder", "webdataset") else source
+
+
+def never_sparse(method: str) -> bool:
+    """Whether a method leaves the model dense."""
+    return any(entry.name == method and entry.sparse_from == "never" for entry in entries())
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Everything that makes one experiment differ from another, the seed aside, by dotted key."""
+    flat: dict[str, Any] = {"data": data_name(config)}
+    for key, value in dataclasses.asdict(config).items():
+        if isinstance(value, dict) and key in ("data", "optimizer"):
+            flat |= {f"{key}.{k}": v for k, v in value.items() if key != "data" or k not in INCIDENTAL_DATA}
+        elif key not in INCIDENTAL and key != "seed":
+            flat[key] = value
+    return flat | ({"sparsity": 0.0} if never_sparse(config.method) else {})
+
+
+def identity(config: Config, seed: bool = True) -> str:
+    """Text that is equal for equal experiments (with `seed`: for the same run)."""
+    return json.dumps(settings(config) | ({"seed": config.seed} if seed else {}), sort_keys=True)

@@ -1,0 +1,49 @@
+"""Words for people: the name that was probably meant, what an error says and who raised it, and tables as text."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+def nearest(word: object, words: Iterable[object]) -> str:
+    """A hint at the accepted word that a misspelt one is nearest to; empty where none is near.
+
+    Example:
+        >>> nearest("spartn", ["imp", "spartan"]), nearest("x", ["imp"])
+        (' (did you mean spartan?)', '')
+    """
+    near = difflib.get_close_matches(str(word), map(str, words), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type where it has none; torch adds its stack in further lines."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def one_line(error: BaseException) -> str:
+    """All of an error's text in one line, or its type where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def raised_in(error: BaseException) -> str:
+    """The name of the module whose code raised an error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:
+    """A table as lines, its first `left` columns (all, where that is not given) to the left and the others to the right.
+
+    Example:
+        >>> print("\\n".join(aligned([["layer", "zeros"], ["fc", "5"]], left=1)))
+        layer  zeros
+        fc         5
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = len(widths) if left is None else left
+    sides = [str.ljust if i < left else str.rjust for i in range(len(widths))]
+    return ["  ".join(side(c, n) for side, c, n in zip(sides, row, widths, strict=True)).rstrip() for row in rows]
