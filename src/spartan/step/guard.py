@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -66,14 +66,14 @@ class Guard:
         self._versions = [version(target.parameter) for target in self.targets]
 
     @torch.no_grad()
-    def untouched(self, expected: Iterable[Tensor]) -> None:
+    def untouched(self, expected: Callable[[], list[Tensor]]) -> None:
         """The model must hold what was written into it; `expected` makes that again, if somebody has to look."""
         self.same_tensors()
         versions = [version(target.parameter) for target in self.targets]
         if versions == self._versions or self.weights.method.identity:
             return
         # Swapping an average in and out again bumps versions too, so look at the values before complaining.
-        pairs = enumerate(zip(self.targets, expected, strict=True))
+        pairs = enumerate(zip(self.targets, expected(), strict=True))
         bad = self._agree(next((i for i, (target, w) in pairs if not torch.equal(target.local, w)), None))
         if bad is not None:
             raise RuntimeError(
