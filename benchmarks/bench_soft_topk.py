@@ -30,6 +30,7 @@ from pathlib import Path
 
 import torch
 
+from spartan.distributed import Ranks
 from spartan.ops.newton import Dual
 from spartan.ops.parts import Part
 from spartan.ops.select import boundary
@@ -170,7 +171,7 @@ def main() -> None:
 
         def paper(beta: float = beta) -> Dual:
             value = float(torch.sort(u, descending=True).values[int(k) - 1])
-            return sinkhorn(parts, k, beta, init=-beta * value, tol=0.01, max_iters=100)
+            return sinkhorn([parts], [k], [beta], [-beta * value], Ranks([], []))[0]
 
         t1, d1 = best(ours, args.device, args.repeats)
         t2, d2 = best(paper, args.device, args.repeats)

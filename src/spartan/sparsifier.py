@@ -31,6 +31,7 @@ from spartan.problem.schedules import Moment
 from spartan.problem.targets import Globs
 from spartan.solvers.base import check_kernels
 from spartan.state import plain
+from spartan.step import look
 from spartan.step.run import Run, skipped
 from spartan.step.stats import Layer, Stats, describe, progress_of
 from spartan.step.wrap import add_learned, check_optimizers, remove_learned, wrap_step
@@ -291,12 +292,12 @@ class Sparsifier:
         """Bool per weight: what is kept now, by parameter name."""
         if self._final is not None:
             return {t.name: t.parameter.detach() != 0 for t in self._targets}
-        return self._run.weights.masks(self._run.at)
+        return look.masks(self._run.weights, self._run.at)
 
     def mask_histogram(self, bins: int = 50) -> list[int] | None:
         """How many units have a soft mask value in each of `bins` equal parts of [0, 1]; None for hard masks."""
         self._alive("mask_histogram")
-        return self._run.weights.histogram(self._run.at, bins)
+        return look.histogram(self._run.weights, self._run.at, bins)
 
     def __repr__(self) -> str:
         path = self._run.path() if self._final is None else self._final[2]

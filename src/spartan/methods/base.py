@@ -67,11 +67,12 @@ class Method(ABC):
     def setup(self, solver: TorchSolver, at: Moment) -> None:  # noqa: B027
         """Make what the method keeps: masks, scores, learned parameters."""
 
-    def choose(self, solver: TorchSolver, at: Moment) -> None:  # noqa: B027
-        """Decide what is kept at this moment, for the budgets `solver.k`.
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
+        """Decide what is kept at this moment, for the budgets `solver.k`: by default the units of largest magnitude.
 
         It may be called more than once at one step (several optimizers, `dense_weights`).
         """
+        solver.solve(solver.k)
 
     @abstractmethod
     def form(self, solver: TorchSolver, at: Moment) -> Form:

@@ -34,6 +34,9 @@ class Dense(Method):
     identity = True
     ramp = constant(0.0)
 
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
+        """Nothing."""
+
     def form(self, solver: TorchSolver, at: Moment) -> Form:
         """w = θ."""
         return Form(Mask.ONE, STRAIGHT, project=False)

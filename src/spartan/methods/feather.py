@@ -63,10 +63,6 @@ class Feather(Method):
         # To a percent: with count="model" a sparsity of 0.95 is a little more of the targets.
         return tuple(0.5 if round(segment.sparsity, 2) > 0.95 else 1.0 for segment in problem.segments)
 
-    def choose(self, solver: TorchSolver, at: Moment) -> None:
-        """The magnitude threshold for the budget."""
-        solver.solve(solver.k)
-
     def form(self, solver: TorchSolver, at: Moment) -> Form:
         """θ · max(1 − (τ/u)ᵖ, 0)^(1/p); g where kept, κ·g elsewhere."""
         kappa = self.kappa(solver.problem)

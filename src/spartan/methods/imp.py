@@ -39,10 +39,6 @@ class IMP(Method):
     reference = "Zhu & Gupta, To prune, or not to prune, ICLR workshop 2018"
     refuses_nm = ""
 
-    def choose(self, solver: TorchSolver, at: Moment) -> None:
-        """The magnitude threshold for the budget."""
-        solver.solve(solver.k)
-
     def form(self, solver: TorchSolver, at: Moment) -> Form:
         """Π_k(θ), with the gradient where kept."""
         return Form(Mask.ONE, KEPT)

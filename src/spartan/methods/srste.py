@@ -52,10 +52,6 @@ class SRSTE(Method):
         if not 0 <= self.decay < math.inf:
             raise ValueError(f"SRSTE: decay={self.decay!r} is not a decay; a finite number ≥ 0 is needed, such as 2e-4")
 
-    def choose(self, solver: TorchSolver, at: Moment) -> None:
-        """The magnitude threshold for the budget."""
-        solver.solve(solver.k)
-
     def form(self, solver: TorchSolver, at: Moment) -> Form:
         """M ⊙ θ, straight through, and λ · (1 − M) ⊙ θ."""
         return Form(Mask.ONE, STRAIGHT, Where(0.0, self.decay, self.decay) if self.decay else None)

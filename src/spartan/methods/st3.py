@@ -50,10 +50,6 @@ class ST3(Method):
     warmup = 0.5
     finetune = 0.0
 
-    def choose(self, solver: TorchSolver, at: Moment) -> None:
-        """The magnitude threshold for the budget."""
-        solver.solve(solver.k)
-
     def form(self, solver: TorchSolver, at: Moment) -> Form:
         """s · θ · max(1 − τ/u, 0), straight through."""
         return Form(Shrunk(row_scale=self.rescale), STRAIGHT)

@@ -62,75 +62,66 @@ def solve(
 Init = Literal["cold", "threshold"] | float | None
 
 
+@dataclass
+class Scaling:
+    """Algorithm 4 of the paper to the letter, for one budget: log-scalings μ, of what is kept, and ν, of every unit."""
+
+    u: Tensor
+    c: Tensor
+    k: float
+    beta: float
+    mu: float
+    passes: int = 0
+    before: float = 0.0  # μ of the pass before
+    worth: float = math.inf  # vᵀm, the last
+
+    def log_sum(self) -> Tensor:
+        """log Σ exp(z + ν) over the units here, with ν = log c − log(1 + exp(z + μ))."""
+        self.nu = self.c.log() + torch.nn.functional.logsigmoid(-(self.beta * self.u + self.mu))
+        return torch.logsumexp(self.beta * self.u + self.nu, 0)
+
+    def value(self, log_sum: float) -> Tensor:
+        """vᵀm over the units here, for the μ that the sum over all of them gives."""
+        self.before, self.mu, self.passes = self.mu, math.log(self.k) - log_sum, self.passes + 1
+        m = torch.exp(self.beta * self.u + self.mu + self.nu - self.c.log())
+        return (self.u * self.c * m).sum(dtype=torch.float64)
+
+
 def sinkhorn(
-    parts: Parts, k: float, beta: float, *, init: Init = None, tol: float | None = None, max_iters: int = 100
-) -> Dual:
-    """Algorithm 4 of the paper to the letter, from μ₀ = 0 ("cold"), the hard threshold, or a given μ₀."""
-    if isinstance(init, str) and init == "threshold":
-        kept = [part.u[keep] for part, keep in zip(parts, _kept(parts, k), strict=True)]
-        lowest = [u.min() for u in kept if u.numel()] or [torch.cat([part.u for part in parts]).max()]
-        init = -beta * float(torch.stack(lowest).min())
-    (dual,) = sinkhorn_all(
-        [parts], [k], [beta], [None if isinstance(init, str) else init], Ranks([], []), tol, max_iters
-    )
-    return dual
-
-
-def _kept(parts: Parts, k: float) -> list[Tensor]:
-    threshold, found, start = select(parts, k), [], 0
-    for part in parts:
-        found.append(threshold.keep(part.u, start))
-        start += part.u.numel()
-    return found
-
-
-def sinkhorn_all(
     problems: Sequence[Parts],
     ks: Sequence[float],
     betas: Sequence[float],
     inits: Sequence[float | None],
     ranks: Ranks,
     tol: float | None = None,
-    max_iters: int = 100,
-    totals: Sequence[float] | None = None,
+    most: int = 100,
 ) -> list[Dual]:
-    """The same for many budgets, in step with one another, over the processes that hold shards of the units."""
-    tol = 0.01 if tol is None else tol
-    mu, before, live = [], [], []
-    u, c, passes = [], [], [0] * len(problems)
-    for i, (parts, k, init) in enumerate(zip(problems, ks, inits, strict=True)):
-        u.append(torch.cat([part.u for part in parts]))
+    """The paper's iteration for many budgets in step with one another, each from its μ₀ (None is 0).
+
+    `ranks` are the processes that hold shards of the units.
+    """
+    scalings, tol = [], 0.01 if tol is None else tol
+    for parts, k, beta, init in zip(problems, ks, betas, inits, strict=True):
         costs = [torch.as_tensor(part.c, device=part.u.device).expand(part.u.numel()) for part in parts]
-        c.append(torch.cat(costs).to(u[i].dtype))
-        mu.append(0.0 if init is None else init)
-        before.append(mu[i])
-        live += [i] if check_budget(k, total_cost(parts) if totals is None else totals[i]) > 0 else []
-    flat = [i for i in range(len(problems)) if i not in live]
-
-    def worths(masks: Sequence[Tensor | float]) -> list[float]:
-        here = [(u[i] * c[i] * m).sum(dtype=torch.float64) for i, m in zip(live, masks, strict=True)]
-        return ranks.sum(torch.stack(here)).tolist() if here else []
-
-    worth = dict(zip(live, worths([1.0] * len(live)), strict=True))  # vᵀm₀ with m₀ = 1
+        u = torch.cat([part.u for part in parts])
+        scalings.append(Scaling(u, torch.cat(costs).to(u.dtype), k, beta, init or 0.0))
+    live = [x for x in scalings if x.k > 0]
+    values = [(x.u * x.c).sum(dtype=torch.float64) for x in live]  # vᵀm₀ with m₀ = 1
+    for x, worth in zip(live, ranks.sum(torch.stack(values)).tolist() if live else [], strict=True):
+        x.worth = worth
     while live:
-        nus, sums = [], []
-        for i in live:
-            # log c − log(1 + exp(z + μ))
-            nus.append(c[i].log() + torch.nn.functional.logsigmoid(-(betas[i] * u[i] + mu[i])))
-            sums.append(torch.logsumexp(betas[i] * u[i] + nus[-1], 0))
-        masks = []
-        for i, nu, sum_here in zip(live, nus, _log_sum_exp(torch.stack(sums), ranks), strict=True):
-            before[i], mu[i] = mu[i], math.log(ks[i]) - sum_here
-            masks.append(torch.exp(betas[i] * u[i] + mu[i] + nu - c[i].log()))
-            passes[i] += 1
-        now = dict(zip(live, worths(masks), strict=True))
-        live = [i for i in live if passes[i] < max_iters and abs(now[i] - worth[i]) >= tol * abs(worth[i])]
-        worth |= now
+        sums = _log_sum_exp(torch.stack([x.log_sum() for x in live]), ranks)
+        worths = ranks.sum(torch.stack([x.value(y) for x, y in zip(live, sums, strict=True)])).tolist()
+        going = []
+        for x, worth in zip(live, worths, strict=True):
+            going += [x] if x.passes < most and abs(worth - x.worth) >= tol * abs(x.worth) else []
+            x.worth = worth
+        live = going
     return [
-        Dual(betas[i], 0.0, -math.inf)
-        if i in flat
-        else Dual(betas[i], 0.0, before[i], scale=math.exp(mu[i] - before[i]), passes=passes[i])
-        for i in range(len(problems))
+        Dual(x.beta, 0.0, x.before, scale=math.exp(x.mu - x.before), passes=x.passes)
+        if x.k > 0
+        else Dual(x.beta, 0.0, -math.inf)
+        for x in scalings
     ]
 
 
@@ -279,11 +270,13 @@ def soft_topk(
 def _solve_as_asked(
     part: Part, k: float, beta: float, solver: str, init: Init, tol: float | None, max_iters: int | None
 ) -> Dual:
-    if solver == "sinkhorn":
-        return sinkhorn([part], k, beta, init=init, tol=tol, max_iters=100 if max_iters is None else max_iters)
-    start: Boundary | float
-    if init is None or init == "threshold" or beta == 0:
-        start = boundary([part], k)
-    else:
-        start = 0.0 if init == "cold" else -float(init) / beta
-    return solve([part], k, beta, start=start, tol=tol, max_iters=60 if max_iters is None else max_iters)
+    if solver == "newton":
+        at_threshold = init is None or init == "threshold" or beta == 0
+        start = boundary([part], k) if at_threshold else 0.0 if init == "cold" else -float(init or 0.0) / beta
+        return solve([part], k, beta, start=start, tol=tol, max_iters=60 if max_iters is None else max_iters)
+    if init == "threshold":
+        kept = part.u[select([part], k).keep(part.u)]
+        init = -beta * float(kept.min() if kept.numel() else part.u.max())
+    mu = 0.0 if init == "cold" else init
+    k = check_budget(k, total_cost([part]))
+    return sinkhorn([[part]], [k], [beta], [mu], Ranks([], []), tol, 100 if max_iters is None else max_iters)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -118,20 +119,18 @@ class FrozenSolver(Solver):
         """What a checkpoint needs of each target: kept entries in row-major order; shards as DTensors of whole weights."""
         found = {}
         for i, target in enumerate(self.problem.targets):
-            whole = {
+            kept = {
                 "theta": self.thetas[i],
                 "mask": self.masks[i],
                 "keep": torch.ones_like(self.masks[i], dtype=torch.bool),
             }
+            dense = {key: self.spread(i, x).contiguous() for key, x in kept.items()}
             if is_dtensor(target.parameter):
-                shards = {key: self.spread(i, x).contiguous() for key, x in whole.items()}
-                found[target.name] = {key: like(target.parameter, x) for key, x in shards.items()}
-            elif target.local.is_contiguous() or target.dense_stride is None:
-                found[target.name] = {"theta": self.thetas[i], "mask": self.masks[i], "index": self.places[i]}
+                found[target.name] = {key: like(target.parameter, x) for key, x in dense.items()}
             else:
-                flat = {key: self.spread(i, x).reshape(-1) for key, x in whole.items()}
-                index = flat["keep"].nonzero().flatten()
-                found[target.name] = {"theta": flat["theta"][index], "mask": flat["mask"][index], "index": index.int()}
+                index = dense["keep"].view(-1).nonzero().flatten()
+                index = index.int() if target.numel < 1 << 31 else index
+                found[target.name] = {key: dense[key].view(-1)[index] for key in ("theta", "mask")} | {"index": index}
         return found
 
 
@@ -145,18 +144,14 @@ def kept_entries(problem: Problem, i: int, theta: Tensor, keep: Tensor, mask: Te
     return flat[0][index].clone(), flat[2][index].clone(), index
 
 
-def kept_from_saved(problem: Problem, i: int, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """The same from what a checkpoint holds of target i: kept entries in row-major order, or tensors of the local shape."""
-    target = problem.targets[i]
-    if "index" not in state:
-        return kept_entries(problem, i, state["theta"], state["keep"], state["mask"])
-    if target.local.is_contiguous() or target.dense_stride is None:
-        return state["theta"].clone(), state["mask"].clone(), state["index"].clone()
-    dense = {}
-    for key, values in (("theta", state["theta"]), ("keep", torch.ones_like(state["index"], dtype=torch.bool))):
-        flat = values.new_zeros(target.numel)
-        flat[state["index"]] = values
-        dense[key] = flat.view(target.shape)
-    mask = torch.zeros_like(dense["theta"]).view(-1)
-    mask[state["index"]] = state["mask"]
-    return kept_entries(problem, i, dense["theta"], dense["keep"], mask.view(target.shape))
+def as_dense(saved: Mapping[str, Tensor], shape: Sequence[int]) -> Mapping[str, Tensor]:
+    """Kept entries as they are saved, at their places in tensors of that shape, zero elsewhere; others as they are."""
+    if "index" not in saved:
+        return saved
+    found = {}
+    for key, values in ({**saved} | {"keep": torch.ones_like(saved["index"], dtype=torch.bool)}).items():
+        if key != "index":
+            flat = values.new_zeros(math.prod(shape))
+            flat[saved["index"].long()] = values
+            found[key] = flat.view(tuple(shape))
+    return found

@@ -16,7 +16,7 @@ from torch import Tensor
 from spartan.ops.newton import Dual, Root, search
 from spartan.ops.parts import Part, check_budget, extrema
 from spartan.ops.select import Boundary, Threshold, boundary
-from spartan.ops.soft_topk import Init, local_moments, sinkhorn_all
+from spartan.ops.soft_topk import Init, local_moments, sinkhorn
 from spartan.solvers.units import Units, masked
 
 Budgets = Sequence[float] | Tensor  # k of every segment
@@ -40,6 +40,10 @@ class Selection:
         each = [f.value for f in found], [f.cost for f in found]
         value, cost = (torch.tensor(x, dtype=torch.float64, device=device) for x in each)
         return cls(value, torch.tensor([f.cut for f in found], device=device), cost)
+
+    def decisive(self) -> list[Tensor]:
+        """The numbers that decide what is kept."""
+        return [self.value, self.cut]
 
     def saved(self) -> list[dict[str, float]]:
         """Plain numbers for every segment."""
@@ -72,6 +76,10 @@ class Duals:
             Dual(beta, center, offset, scale, int(passes), residual)
             for beta, scale, (center, offset, passes, residual) in zip(self.beta, self.scale, rows, strict=True)
         ]
+
+    def decisive(self) -> list[Tensor]:
+        """The numbers that decide the mask."""
+        return [self.center, self.offset]
 
     def mus(self) -> list[float]:
         """μ of every segment."""
@@ -156,8 +164,8 @@ class Pools:
             starts = [-b * u for b, u in zip(beta, lowest.tolist(), strict=True)]
         given = [None if start is None or isinstance(start, str) else float(start) for start in starts]
         parts = [self.counted(ranks, s) for s in range(len(self.problem.segments))]
-        totals = [segment.total for segment in self.problem.segments]
-        found = sinkhorn_all(parts, numbers(k), beta, given, self.problem.ranks, totals=totals)
+        budgets = [check_budget(x, s.total) for x, s in zip(numbers(k), self.problem.segments, strict=True)]
+        found = sinkhorn(parts, budgets, beta, given, self.problem.ranks)
         return chosen, Duals.of(found, self.units.device)
 
     def keep(self, ranks: Tensor, chosen: Selection) -> Tensor:

@@ -24,6 +24,10 @@ class RowSelection:
     n: int
     cost: Tensor  # of every segment
 
+    def decisive(self) -> list[Tensor]:
+        """None: n follows from the budget."""
+        return []
+
     def saved(self) -> list[dict[str, float]]:
         """Plain numbers for every segment."""
         return [{"n": self.n, "cost": cost} for cost in self.cost.tolist()]
@@ -37,6 +41,10 @@ class RowDuals:
     n: int
     passes: Tensor
     solved: tuple[Tensor, ...] = ()  # center and offset of every row of each stretch
+
+    def decisive(self) -> list[Tensor]:
+        """None: it follows from n and β."""
+        return []
 
     def mu(self) -> None:
         """Every row has a μ of its own, so there is none to name."""

@@ -94,6 +94,10 @@ class TorchSolver(Gradients, Solver):
         found = {"a": self.a, "b": self.b, "dual": self.dual}
         return {name: None if x is None else x.saved() for name, x in found.items()}
 
+    def decisive(self) -> list[Tensor]:
+        """The numbers that decide masks."""
+        return [x for found in (self.a, self.b, self.dual) if found is not None for x in found.decisive()]
+
     def go_on_from(self, solution: Mapping[str, Any]) -> None:
         """Take over masks that `solution` gave."""
         self.a, self.dual = self.pools.restored(solution["a"], solution["dual"])

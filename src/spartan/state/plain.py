@@ -6,7 +6,6 @@ a run may go on on another kind of machine.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from spartan.distributed import as_dtensor, is_dtensor, like, local, own_part, same_placement
 from spartan.problem.problem import Problem
 from spartan.problem.targets import Target
-from spartan.solvers.frozen import FrozenSolver, kept_from_saved
+from spartan.solvers.frozen import FrozenSolver, as_dense, kept_entries
 from spartan.solvers.torch import TorchSolver
 from spartan.step.run import Run
 
@@ -137,7 +136,7 @@ def restore(state: Mapping[str, Any], run: Run) -> None:
         _restore_state(state, solver)
         saved = [_own(state["weights"][t.name], t, solver.device) for t in problem.targets]
         if "mask" in saved[0]:
-            kept.append([kept_from_saved(problem, i, of) for i, of in enumerate(saved)])
+            kept.append([kept_entries(problem, i, of["theta"], of["keep"], of["mask"]) for i, of in enumerate(saved)])
         else:
             for theta, of in zip(solver.theta.views, saved, strict=True):
                 theta.copy_(of["theta"])
@@ -162,10 +161,8 @@ def _set_apart(state: Mapping[str, Any], problems: Sequence[Problem]) -> bool:
 
 def _own(saved: Mapping[str, Tensor], target: Target, device: torch.device) -> dict[str, Tensor]:
     """What this process holds of a saved target, on its device."""
-    here = {key: x.to(device) for key, x in saved.items()}
-    if not is_dtensor(target.parameter):
-        return here
-    return {key: own_part(target.parameter, x) for key, x in as_dense(here, target.shape).items()}
+    here = as_dense({key: x.to(device) for key, x in saved.items()}, target.shape)
+    return {key: own_part(target.parameter, x) if is_dtensor(target.parameter) else x for key, x in here.items()}
 
 
 def _restore_state(state: Mapping[str, Any], solver: TorchSolver) -> None:
@@ -181,16 +178,3 @@ def _restore_state(state: Mapping[str, Any], solver: TorchSolver) -> None:
     mine.per_target = {key: torch.tensor(x, dtype=torch.float64) for key, x in numbers["per_target"].items()}
     for key, parameter in mine.learned_per_target.items():
         parameter.copy_(torch.tensor(numbers["learned_per_target"][key], dtype=torch.float64))
-
-
-def as_dense(state: Mapping[str, Tensor], shape: tuple[int, ...]) -> Mapping[str, Tensor]:
-    """Kept entries at their places in tensors of that shape, zero elsewhere; others as they are."""
-    if "index" not in state:
-        return state
-    found = {}
-    for key in ("theta", "mask", "keep"):
-        values = torch.ones_like(state["index"], dtype=torch.bool) if key == "keep" else state[key]
-        flat = values.new_zeros(math.prod(shape))
-        flat[state["index"].long()] = values
-        found[key] = flat.reshape(shape)
-    return found

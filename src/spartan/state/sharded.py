@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from spartan.distributed import is_dtensor, like, local, own_part
 from spartan.problem.problem import Problem
 from spartan.problem.targets import clean_name, unwrap
-from spartan.state.plain import UNITS, as_dense, loaded_units, saved_units
+from spartan.solvers.frozen import as_dense
+from spartan.state.plain import UNITS, loaded_units, saved_units
 
 if TYPE_CHECKING:
     from spartan.sparsifier import Sparsifier

@@ -17,6 +17,7 @@ from spartan.problem.problem import Problem
 from spartan.problem.schedules import Moment
 from spartan.solvers.theta import copy_all
 from spartan.solvers.torch import TorchSolver
+from spartan.step import look
 from spartan.step.gradients import GradientState
 from spartan.step.guard import Guard
 from spartan.step.weights import Weights
@@ -198,14 +199,15 @@ class Run:
         on_device = self.weights.bad.device.type != "cpu"
         if ddp is None or not parts or self.method.identity or on_device or ddp._join_config.enable:
             return
-        solutions = [part.solution() for part in parts]
-        mine = [float(x) for solution in solutions for x in _numbers(solution)]
-        first = broadcast_from_first(mine, ddp.process_group, self.problem.targets[0].parameter.device)
+        mine = torch.cat([x.double() for part in parts for x in part.decisive()] or [torch.zeros(0)])
+        first = broadcast_from_first(mine.tolist(), ddp.process_group, mine.device)
         self.sent = 8 * len(mine)
-        if first != mine:
+        if first != mine.tolist():
             told = iter(first)
-            for part, solution in zip(parts, solutions, strict=True):
-                part.go_on_from(_with_numbers(solution, told))
+            for part in parts:
+                for x in part.decisive():
+                    x.copy_(torch.tensor([next(told) for _ in x], dtype=torch.float64))
+                part.go_on_from(part.solution())
 
     @torch.no_grad()
     def write(self) -> None:
@@ -227,7 +229,7 @@ class Run:
         So one of them may ask for `stats` by itself.
         """
         if not self.problem.ranks.alone:
-            self._kept = self.weights.kept(self.at)
+            self._kept = look.kept_units(self.weights, self.at)
 
     def _add_up(self) -> None:
         """The bytes that processes have exchanged since the last time."""
@@ -237,7 +239,7 @@ class Run:
 
     def kept_units(self) -> list[int]:
         """Units kept of each target."""
-        return self.weights.kept(self.at) if self._kept is None else self._kept
+        return look.kept_units(self.weights, self.at) if self._kept is None else self._kept
 
     def kept_cost(self) -> float | Tensor | None:
         """What is kept costs, without waiting for it; None where nobody knows yet."""
@@ -306,21 +308,3 @@ def skipped(optimizer: Optimizer) -> bool:
     """Whether a loss scaler made a fused optimizer leave out its update."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf.item())
-
-
-def _numbers(solution: dict[str, Any]) -> list[float]:
-    """The numbers that decide masks, of every segment."""
-    rows = [row for name in ("a", "b", "dual") for row in solution[name] or []]
-    return [row[key] for row in rows for key in ("value", "cut", "center", "offset") if key in row]
-
-
-def _with_numbers(solution: dict[str, Any], told: Any) -> dict[str, Any]:
-    """The same solution with other such numbers."""
-    found: dict[str, Any] = {}
-    for name in ("a", "b", "dual"):
-        rows = solution[name]
-        found[name] = rows and [
-            {key: next(told) if key in ("value", "cut", "center", "offset") else x for key, x in row.items()}
-            for row in rows
-        ]
-    return found

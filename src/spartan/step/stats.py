@@ -11,6 +11,7 @@ from spartan.methods.base import Method
 from spartan.ops.newton import Dual
 from spartan.problem.problem import Problem
 from spartan.problem.schedules import Phase
+from spartan.step.look import solutions
 from spartan.step.run import Run
 
 # One number where all targets compete; one per segment where the budget divides them.
@@ -42,7 +43,7 @@ class Stats:
     @classmethod
     def of(cls, run: Run) -> Stats:
         """Where a run stands."""
-        problem, kept, found = run.problem, run.kept_units(), run.weights.known()
+        problem, kept, found = run.problem, run.kept_units(), solutions(run.weights)
         weights = sum(n * size for n, size in zip(kept, problem.sizes, strict=True))
         asked = math.fsum(k for k, _, _ in found) + problem.untouched
         duals = [dual for _, _, dual in found]

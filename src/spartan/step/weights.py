@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spartan.distributed import like
 from spartan.methods.base import Method
 from spartan.problem.problem import Problem
 from spartan.problem.schedules import Moment
@@ -138,60 +137,3 @@ class Weights:
     def drop(self) -> None:
         """Let θ go."""
         self.solving, self.frozen, self.problems = [], [], []
-
-    # ------------------------------------------------------------------ looking
-
-    def known(self) -> list[tuple[float, dict[str, Any] | None, dict[str, Any] | None]]:
-        """k, the selection and the dual of every segment, as plain numbers."""
-        found = []
-        for part in self.parts:
-            chosen = part.chosen if isinstance(part, FrozenSolver) else part.solution()
-            pairs = (chosen[name] or [None] * len(part.k) for name in ("a", "dual"))
-            found += list(zip(part.k, *pairs, strict=True))
-        return found
-
-    def kept(self, at: Moment) -> list[int]:
-        """Units kept of each target, by all processes that hold shards of it."""
-        found = []
-        for solver in self.frozen:
-            sizes = solver.problem.sizes
-            here = torch.tensor([n.numel() // size for n, size in zip(solver.places, sizes, strict=True)])
-            ranks = solver.problem.ranks
-            found.append(ranks.sum(ranks.counted(here.to(solver.flags.bad.device))).tolist())
-        for part in self.solving:
-            found.append(part.sum_by_target(self.method.keep(part, at))[0].tolist())
-        return [int(n) for n in self.in_order(found)]
-
-    def masks(self, at: Moment) -> dict[str, Tensor]:
-        """Bool per weight, by parameter name."""
-        found = [solver.keep() for solver in self.frozen]
-        for part in self.solving:
-            found.append([x.clone() for x in part.per_target(part.spread(self.method.keep(part, at)))])
-        targets = self.problem.targets
-        return {t.name: like(t.parameter, keep) for t, keep in zip(targets, self.in_order(found), strict=True)}
-
-    def histogram(self, at: Moment, bins: int) -> list[int] | None:
-        """How many units have a soft mask value in each of `bins` equal parts of [0, 1]; None without a soft mask."""
-        total = torch.zeros(bins, dtype=torch.int64)
-        for solver in self.frozen:
-            if solver.chosen["dual"] is None:
-                return None
-            problem = solver.problem
-            here = torch.zeros(len(problem.targets), bins, dtype=torch.int64)
-            for i, (mask, size) in enumerate(zip(solver.masks, problem.sizes, strict=True)):
-                here[i] = torch.histc(mask.float(), bins, 0.0, 1.0).long().cpu() // size
-                here[i, 0] += (problem.targets[i].local.numel() - mask.numel()) // size
-            total += self._over_ranks(problem, here)
-        for part in self.solving:
-            if part.dual is None:
-                return None
-            mask = part.pools.soft(part.ranks(self.method.form(part, at)), part.dual)
-            each = [torch.histc(mask[here].float(), bins, 0.0, 1.0).long().cpu() for here in part.problem.slices]
-            total += self._over_ranks(part.problem, torch.stack(each))
-        return total.tolist()
-
-    def _over_ranks(self, problem: Problem, here: Tensor) -> Tensor:
-        """One row per target, added up over targets and processes."""
-        mine = torch.tensor(problem.ranks.counts, dtype=torch.int64)[:, None]
-        device = problem.targets[0].local.device
-        return problem.ranks.sum((here * mine).sum(0).to(device)).cpu()

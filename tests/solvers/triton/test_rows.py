@@ -212,6 +212,7 @@ def test_nothing_as_large_as_the_weights_is_stored() -> None:
     _, fast = both(NM(2, 4), thetas)
     fast.solve([0.5 * fast.problem.total], [3.0])
     fast.write(Form(Mask.SOFT, VJP.THROUGH))
+    assert fast.dual is not None
     assert not fast.dual.solved
     held: list[Tensor] = []
     for owner in (fast, fast.kernels, fast.kernels.pieces, fast.ranked, fast.flags, fast.dual, fast.a):

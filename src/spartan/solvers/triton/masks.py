@@ -1,0 +1,105 @@
+"""Chooses masks by Triton kernels: all segments in one launch, nothing waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spartan.problem.problem import Problem
+from spartan.solvers.base import Flags
+from spartan.solvers.pools import Budgets
+from spartan.solvers.torch import TorchSolver
+from spartan.solvers.triton.launch import Launcher
+from spartan.solvers.triton.tables import Pieces
+from spartan.solvers.triton.topk import TopK
+
+
+class KernelMasks(TorchSolver):
+    """What is kept, and the soft masks, as states on the device; ranks of other kinds go to a top-k of their own."""
+
+    def __init__(self, problem: Problem, flags: Flags, alias: bool = False) -> None:
+        super().__init__(problem, flags, alias)
+        self.kernels = Launcher(problem, flags)
+        self._mine = False  # whether the masks in use were chosen by the kernels, from θ
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Tables of what competes, by segment."""
+        problem = self.problem
+        each = problem.units, problem.unit_costs, problem.factors, self.device
+        owners: dict[str, Any] = {"owners": problem.segment_of, "segments": len(problem.segments)}
+        self.ranked = Pieces(*each, **owners)
+        self.topk = TopK(*each, **owners)
+        self._sums = torch.zeros(self.ranked.count, 4, dtype=torch.float64, device=self.device)
+        self._ranks_topk: TopK | None = None
+
+    def redivided(self) -> None:
+        """The problem has other segments now."""
+        super().redivided()
+        self.prepare()
+
+    def competing(self) -> list[Tensor]:
+        """What the kernels rank: θ, or a number per unit made of it."""
+        return self.theta.views
+
+    def solve(self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None) -> None:
+        """The thresholds of the largest magnitudes, and with a β the soft masks: one launch for all segments."""
+        self._mine = ranks is None and self.power == 1.0
+        if self._mine:
+            self.topk.solve(self.competing(), k, beta)
+            self.a, self.dual = self.topk.states.selection(), None if beta is None else self.topk.states.duals(beta)
+            return
+        ranks = self.scores() if ranks is None else ranks
+        if ranks.dtype == torch.float32:
+            self.a, self.dual = self._rank_topk().solve_anew(self._by_target(ranks), k, beta)
+        else:
+            super().solve(k, beta, ranks)
+
+    def select(self, k: Budgets, ranks: Tensor) -> Any:
+        """A selection of the units of highest rank that fit the budgets."""
+        if ranks.dtype != torch.float32:
+            return super().select(k, ranks)
+        return self._rank_topk().solve_anew(self._by_target(ranks), k)[0]
+
+    def sinkhorn(self, k: Budgets, beta: Sequence[float], init: Any) -> None:
+        """By plain torch."""
+        self._mine = False
+        super().sinkhorn(k, beta, init)
+
+    def _rank_topk(self) -> TopK:
+        """The top-k of ranks that have nothing to do with θ."""
+        if self._ranks_topk is None:
+            problem, segments = self.problem, len(self.problem.segments)
+            each = problem.units, problem.unit_costs, None, self.device
+            self._ranks_topk = TopK(*each, problem.segment_of, segments)
+        return self._ranks_topk
+
+    def _by_target(self, units: Tensor) -> list[Tensor]:
+        units = units.contiguous()
+        return [units[here] for here in self.problem.slices]
+
+    def snapshot(self) -> Any:
+        """θ, the masks, what the method knows, and the kernels' states."""
+        return super().snapshot(), self.topk.states.copy(), self._mine
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back."""
+        rest, states, self._mine = snapshot
+        super().restore(rest)
+        self.topk.states.go_back(states)
+
+    def go_on_from(self, solution: Mapping[str, Any]) -> None:
+        """Take over masks that were saved, and start from them."""
+        super().go_on_from(solution)
+        duals = None if self.dual is None else self.dual.each()
+        # A rescaled mask is a Sinkhorn iteration's, which kernels know nothing of.
+        self._mine = self.a is not None and (duals is None or all(dual.scale == 1.0 for dual in duals))
+        if self._mine:
+            self.competing()
+            self.topk.states.set(solution["a"], duals)
+            self.topk.cold = False
+            self.a = self.topk.states.selection()
+            self.dual = None if duals is None else self.topk.states.duals([dual.beta for dual in duals])
