@@ -9,7 +9,7 @@ from the hard threshold. Who passes over the units, and how, is not known here: 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -182,10 +182,10 @@ def _first(start: Boundary | float, beta: float, low: float, high: float) -> tup
     return value, min(s, 0.5 * beta * start.gap_below)
 
 
-def search(roots: Sequence[Root], moments: Callable[[list[Root]], Sequence[tuple[float, float]]]) -> None:
-    """Bring all roots to their end, together: each pass asks for F and D of those that are not there yet."""
-    while pending := [root for root in roots if not root.done]:
-        for root, (f, d) in zip(pending, moments(pending), strict=True):
+def search(roots: Mapping[int, Root], moments: Callable[[dict[int, Root]], Sequence[tuple[float, float]]]) -> None:
+    """Bring roots to their end, together: each pass asks for F and D of those that are not there yet, by number."""
+    while pending := {number: root for number, root in roots.items() if not root.done}:
+        for root, (f, d) in zip(pending.values(), moments(pending), strict=True):
             root.hear(f, d)
 
 

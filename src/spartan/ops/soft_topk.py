@@ -54,7 +54,7 @@ def solve(
     total = total_cost(parts)
     k = check_budget(k, total)
     root = Root(k, total, beta, start, extrema(parts), parts[0].u.dtype, tol, trust=False, most=max_iters)
-    search([root], lambda roots: [moments(parts, beta, one.center, one.offset) for one in roots])
+    search({0: root}, lambda roots: [moments(parts, beta, one.center, one.offset) for one in roots.values()])
     assert root.dual is not None
     return root.dual
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,9 @@ class Piece(NamedTuple):
     """A part of one target that fits the cache."""
 
     i: int  # number of the target
+    segment: int
+    cost: float  # of a weight
+    factor: float  # u = factor · |θ|
     position: int  # of its first weight in the segment
     here: slice  # where it is in the target
     theta: Tensor
@@ -55,6 +58,16 @@ class Known:
     window: float = WINDOW
 
 
+@dataclass
+class Window:
+    """Where a segment's threshold is looked for: the cost of what lies above, and a few weights that hold all within."""
+
+    least: float
+    most: float
+    above: float = 0.0
+    around: list[tuple[Piece, list[Tensor]]] = field(default_factory=list)
+
+
 class ChunkSolver(TorchSolver):
     """Goes through the weights in chunks; what they cannot do, plain torch does."""
 
@@ -62,7 +75,7 @@ class ChunkSolver(TorchSolver):
 
     def __init__(self, problem: Problem, flags: Flags, alias: bool = False) -> None:
         super().__init__(problem, flags, alias)
-        self._pieces = [] if alias else self._cut_up()
+        self._pieces = [] if alias else cut_up(problem, self.theta.views)
         self._known = [Known() for _ in problem.segments]
         self._mine = False  # whether the masks in use were chosen here
 
@@ -80,23 +93,6 @@ class ChunkSolver(TorchSolver):
             return "weights in shards, or not in row-major order"
         return "few weights" if sum(problem.units) <= WORTH else ""
 
-    def _cut_up(self) -> list[Piece]:
-        """All targets in pieces, which share their room; made once, since a view takes as long as a short operation."""
-        sizes = self.problem.units
-        longest = min(CHUNK, max(sizes))
-        room = [torch.empty(longest, dtype=self.dtype) for _ in range(3)]
-        found = []
-        for i, view in enumerate(self.theta.views):
-            theta = self.problem.targets[i].flatten(view)
-            for start in range(0, sizes[i], CHUNK):
-                here = slice(start, min(start + CHUNK, sizes[i]))
-                # In the middle of the room, so that each half, long or short, stays with one of two threads: cores that
-                # share no cache would hand it to and fro (seen: 72 ms instead of 44 for a gradient).
-                skip = (longest - here.stop + start) // 32 * 16
-                views = tuple(r[skip : skip + here.stop - start] for r in room)
-                found.append(Piece(i, self.problem.first_position[i] + start, here, theta[here], views))
-        return found
-
     def _beside(self, tensors: Sequence[Tensor | None]) -> Iterator[tuple[Piece, Tensor]]:
         """Each piece and that of other tensors, where there are any and they lie as the weights do."""
         flat = [None if x is None else self.problem.targets[i].flatten(x.detach()) for i, x in enumerate(tensors)]
@@ -104,11 +100,6 @@ class ChunkSolver(TorchSolver):
             other = flat[piece.i]
             if other is not None:
                 yield piece, other[piece.here]
-
-    def _scores(self, piece: Piece) -> Tensor:
-        """u of a piece, in room 0."""
-        u, factor = torch.abs(piece.theta, out=piece.room[0]), self.problem.factors[piece.i]
-        return u if factor == 1.0 else u.mul_(factor)
 
     # ------------------------------------------------------------------ masks
 
@@ -121,8 +112,7 @@ class ChunkSolver(TorchSolver):
         budgets = [check_budget(x, s.total) for x, s in zip(numbers(k), self.problem.segments, strict=True)]
         roots = {} if beta is None else self._warm_roots(budgets, beta)
         found = self._first_pass(budgets, roots)
-        number = {id(root): s for s, root in roots.items()}
-        search(list(roots.values()), lambda some: self._moments({number[id(root)]: root for root in some}))
+        search(roots, lambda pending: self._pass(pending, {}))
         duals = {s: root.dual for s, root in roots.items() if root.dual is not None}
         self._from_nothing(dict(enumerate(budgets)), beta, found, duals)
         for s, known in enumerate(self._known):
@@ -155,7 +145,11 @@ class ChunkSolver(TorchSolver):
         missing = {s: x for s, x in k.items() if s not in found or (beta is not None and s not in duals)}
         if not missing:
             return
-        ranks = self.scores()
+        ranks = torch.empty(self.count, dtype=self.dtype)  # of the other segments nothing is read
+        for piece in self._pieces:
+            if piece.segment in missing:
+                start = self.problem.slices[piece.i].start
+                ranks[start + piece.here.start : start + piece.here.stop] = _scores(piece)
         if beta is None:
             found |= {s: edge.threshold for s, (edge, _) in self.pools.boundaries(ranks, missing, ends=False).items()}
             return
@@ -165,43 +159,47 @@ class ChunkSolver(TorchSolver):
 
     def _first_pass(self, k: Sequence[float], roots: Mapping[int, Root]) -> dict[int, Threshold]:
         """The thresholds that are near the last ones; on the way, F and D for the roots."""
-        sums = {s: [0.0, 0.0] for s, root in roots.items() if not root.done}
-        windows: dict[int, tuple[float, float]] = {}
+        windows: dict[int, Window] = {}
         for s, (known, segment) in enumerate(zip(self._known, self.problem.segments, strict=True)):
             value = -math.inf if known.threshold is None else known.threshold.value
             if math.isfinite(value) and k[s] < segment.total:
-                windows[s] = value - known.window * abs(value), value + known.window * abs(value)
-        above = dict.fromkeys(windows, 0.0)
-        around: dict[int, list[tuple[Piece, list[Tensor]]]] = {s: [] for s in windows}
-        for piece in self._pieces if sums or windows else ():
-            s, cost = self.problem.segment_of[piece.i], self.problem.unit_costs[piece.i]
-            if s not in windows and s not in sums:
-                continue
-            u = self._scores(piece)
-            if s in windows:
-                larger, some = _near(u, *windows[s], piece.room)
-                above[s] += larger * cost
-                around[s].append((piece, some))
-            if s in sums:
-                one, two = _sums(_mask(u, roots[s].center, roots[s].offset, roots[s].beta, piece.room[1]))
-                sums[s][0] += cost * one
-                sums[s][1] += cost * (one - two)
-        for s, (f, d) in sums.items():
-            roots[s].hear(f, d)
-        inside = {s: self._inside(around[s], *windows[s], k[s], above[s]) for s in windows}
+                windows[s] = Window(value - known.window * abs(value), value + known.window * abs(value))
+        pending = {s: root for s, root in roots.items() if not root.done}
+        for root, (f, d) in zip(pending.values(), self._pass(pending, windows), strict=True):
+            root.hear(f, d)
+        inside = {s: self._inside(window, k[s]) for s, window in windows.items()}
         return {s: threshold for s, threshold in inside.items() if threshold is not None}
 
-    def _inside(
-        self, around: list[tuple[Piece, list[Tensor]]], least: float, most: float, k: float, above: float
-    ) -> Threshold | None:
+    def _pass(self, roots: Mapping[int, Root], windows: Mapping[int, Window]) -> list[tuple[float, float]]:
+        """Once over the weights: what lies in the windows of some segments, and F and D of some at their roots' duals."""
+        sums = {s: [0.0, 0.0] for s in roots}
+        for piece in self._pieces:
+            window, root, cost = windows.get(piece.segment), roots.get(piece.segment), piece.cost
+            if window is None and root is None:
+                continue
+            u = _scores(piece)
+            if window is not None:
+                larger, some = _near(u, window.least, window.most, piece.room)
+                window.above += larger * cost
+                window.around.append((piece, some))
+            if root is not None:
+                m = _mask(u, root.center, root.offset, root.beta, piece.room[1])
+                one, two = float(m.sum()), float(torch.dot(m, m))
+                sums[piece.segment][0] += cost * one
+                sums[piece.segment][1] += cost * (one - two)
+        return [(f, d) for f, d in sums.values()]
+
+    @staticmethod
+    def _inside(window: Window, k: float) -> Threshold | None:
         """The threshold within a window, when what lies above it is kept; None if it is not there."""
+        least, most, above, around = window.least, window.most, window.above, window.around
         few = torch.cat([x for _, some in around for x in some])
         owner = torch.repeat_interleave(torch.tensor([sum(map(len, some)) for _, some in around]))
         there = few.ge(least).logical_and_(few.le(most))
         few, owner = few[there], owner[there]
         counts = torch.bincount(owner, minlength=len(around)).tolist()
-        pieces, costs = [piece for piece, _ in around], self.problem.unit_costs
-        parts = [Part(u, costs[piece.i]) for u, piece in zip(few.split(counts), pieces, strict=True)]
+        pieces = [piece for piece, _ in around]
+        parts = [Part(u, piece.cost) for u, piece in zip(few.split(counts), pieces, strict=True)]
         room = k - above
         if room < 0 or room >= total_cost(parts):
             return None
@@ -212,22 +210,10 @@ class ChunkSolver(TorchSolver):
         if 0 < cut < len(few):
             piece = pieces[int(owner[cut])]
             kept = int((few[:cut] == found.value).logical_and_(owner[:cut] == owner[cut]).sum())  # of that piece
-            cut = piece.position + int((self._scores(piece) == found.value).nonzero()[kept])
+            cut = piece.position + int((_scores(piece) == found.value).nonzero()[kept])
         elif cut:
             cut = pieces[-1].position + len(pieces[-1].theta)
         return Threshold(found.value, cut, found.cost + above)
-
-    def _moments(self, roots: Mapping[int, Root]) -> list[tuple[float, float]]:
-        """F and D of some segments, at the present duals of their roots."""
-        sums = {s: [0.0, 0.0] for s in roots}
-        for piece in self._pieces:
-            s, cost = self.problem.segment_of[piece.i], self.problem.unit_costs[piece.i]
-            if s in roots:
-                mask = _mask(self._scores(piece), roots[s].center, roots[s].offset, roots[s].beta, piece.room[1])
-                one, two = _sums(mask)
-                sums[s][0] += cost * one
-                sums[s][1] += cost * (one - two)
-        return [(f, d) for f, d in sums.values()]
 
     def sinkhorn(self, k: Budgets, beta: Sequence[float], init: Any) -> None:
         """By plain torch."""
@@ -249,31 +235,19 @@ class ChunkSolver(TorchSolver):
     def redivided(self) -> None:
         """The problem has other segments now."""
         super().redivided()
-        self._pieces = self._cut_up()
+        self._pieces = cut_up(self.problem, self.theta.views)
         self._known = [Known() for _ in self.problem.segments]
 
     # ------------------------------------------------------------------ weights and gradients
 
-    def _bounds(self, piece: Piece) -> list[tuple[slice, float]]:
-        """Which u are kept, by place in a piece: those above so much. Of those equal to the threshold the first are."""
-        threshold = self._known[self.problem.segment_of[piece.i]].threshold
-        assert threshold is not None
-        value, size = threshold.value, len(piece.theta)
-        ties = min(max(threshold.cut - piece.position, 0), size)
-        if not ties:
-            return [(slice(0, size), value)]
-        zero = piece.theta.new_zeros(())
-        below = -math.inf if value <= 0 else float(torch.nextafter(zero + value, zero))
-        return [(slice(0, ties), below), (slice(ties, size), value)]
-
     def _only_kept(self, piece: Piece, u: Tensor, x: Tensor, out: Tensor) -> None:
         """x where a weight is kept, exactly +0.0 elsewhere."""
-        for place, bound in self._bounds(piece):
+        for place, bound in _bounds(piece, self._known[piece.segment]):
             _where_above(x[place], u[place], bound, grad_input=out[place])
 
     def _soft(self, piece: Piece, u: Tensor, out: Tensor) -> Tensor:
         """The soft mask of a piece."""
-        dual = self._known[self.problem.segment_of[piece.i]].dual
+        dual = self._known[piece.segment].dual
         assert dual is not None
         return _mask(u, dual.center, dual.offset, dual.beta, out)
 
@@ -289,15 +263,17 @@ class ChunkSolver(TorchSolver):
             return
         soft = form.mask is Mask.SOFT
         for piece, parameter in self._beside([t.local for t in self.problem.targets]):
-            if self.problem.factors[piece.i] != 1.0:
-                u = self._scores(piece)
+            if piece.factor != 1.0:
+                u = _scores(piece)
                 x = self._soft(piece, u, piece.room[1]).mul_(piece.theta) if soft else piece.theta
                 self._only_kept(piece, u, x, out=parameter)
                 continue
-            for place, bound in self._bounds(piece):  # u is |θ| itself: half the time of the above
+            for place, bound in _bounds(
+                piece, self._known[piece.segment]
+            ):  # u is |θ| itself: half the time of the above
                 torch.hardshrink(piece.theta[place], bound, out=parameter[place])
             if soft:
-                parameter.mul_(self._soft(piece, self._scores(piece), piece.room[0]))
+                parameter.mul_(self._soft(piece, _scores(piece), piece.room[0]))
 
     def turn(self, form: Form | None, grads: Grads) -> list[Tensor | None]:
         """Gradients through the soft mask, or zero where not kept, in place."""
@@ -312,7 +288,7 @@ class ChunkSolver(TorchSolver):
             self._pull(grads)
         elif form.back == KEPT:
             for piece, g in self._beside(grads):
-                self._only_kept(piece, self._scores(piece), g, out=g)
+                self._only_kept(piece, _scores(piece), g, out=g)
         else:
             return super().turn(form, grads)
         return list(grads)
@@ -322,9 +298,9 @@ class ChunkSolver(TorchSolver):
         problem = self.problem
         a1, a2 = [0.0] * len(problem.targets), [0.0] * len(problem.segments)
         for piece, g in self._beside(grads):
-            m = self._soft(piece, self._scores(piece), piece.room[0])
+            m = self._soft(piece, _scores(piece), piece.room[0])
             slope = float(torch.dot(m, torch.sub(1.0, m, out=piece.room[1])))
-            a2[problem.segment_of[piece.i]] += problem.unit_costs[piece.i] * slope
+            a2[piece.segment] += piece.cost * slope
             a1[piece.i] += float(torch.dot(g, _times_slope(piece.theta, m, grad_input=piece.room[2])))
         ratios = []
         for s, segment in enumerate(problem.segments):
@@ -332,14 +308,49 @@ class ChunkSolver(TorchSolver):
             finite = math.fsum(a1[i] for i in segment.targets if math.isfinite(a1[i]))
             ratios.append(finite / a2[s] if a2[s] else 0.0)
         for piece, g in self._beside(grads):
-            m = self._soft(piece, self._scores(piece), piece.room[0])
+            m = self._soft(piece, _scores(piece), piece.room[0])
             # q = sign(θ)·m(1−m) makes it g·(m + βqu'θ) − βqu'c·a₁/a₂, with u' = ∂u/∂|θ|.
             q = torch.sign(piece.theta, out=piece.room[1])
             q = _times_slope(q, m, grad_input=q)
-            s = problem.segment_of[piece.i]
-            slope = self.dual.beta[s] * problem.factors[piece.i]
+            slope = self.dual.beta[piece.segment] * piece.factor
             g.mul_(m.addcmul_(q, piece.theta, value=slope))
-            g.sub_(q, alpha=slope * problem.unit_costs[piece.i] * ratios[s])
+            g.sub_(q, alpha=slope * piece.cost * ratios[piece.segment])
+
+
+def cut_up(problem: Problem, thetas: Sequence[Tensor]) -> list[Piece]:
+    """All targets in pieces, which share their room; made once, since a view takes as long as a short operation."""
+    longest = min(CHUNK, max(problem.units))
+    room = [torch.empty(longest, dtype=thetas[0].dtype) for _ in range(3)]
+    found = []
+    for i, view in enumerate(thetas):
+        theta = problem.targets[i].flatten(view)
+        for start in range(0, problem.units[i], CHUNK):
+            here = slice(start, min(start + CHUNK, problem.units[i]))
+            # In the middle of the room, so that each half, long or short, stays with one of two threads: cores that
+            # share no cache would hand it to and fro (seen: 72 ms instead of 44 for a gradient).
+            skip = (longest - here.stop + start) // 32 * 16
+            views = tuple(r[skip : skip + here.stop - start] for r in room)
+            facts = i, problem.segment_of[i], problem.unit_costs[i], problem.factors[i]
+            found.append(Piece(*facts, problem.first_position[i] + start, here, theta[here], views))
+    return found
+
+
+def _bounds(piece: Piece, known: Known) -> list[tuple[slice, float]]:
+    """Which u are kept, by place in a piece: those above so much. Of those equal to the threshold the first are."""
+    assert known.threshold is not None
+    value, size = known.threshold.value, len(piece.theta)
+    ties = min(max(known.threshold.cut - piece.position, 0), size)
+    if not ties:
+        return [(slice(0, size), value)]
+    zero = piece.theta.new_zeros(())
+    below = -math.inf if value <= 0 else float(torch.nextafter(zero + value, zero))
+    return [(slice(0, ties), below), (slice(ties, size), value)]
+
+
+def _scores(piece: Piece) -> Tensor:
+    """u of a piece, in room 0."""
+    u = torch.abs(piece.theta, out=piece.room[0])
+    return u if piece.factor == 1.0 else u.mul_(piece.factor)
 
 
 def _mask(u: Tensor, center: float, offset: float, beta: float, out: Tensor) -> Tensor:
@@ -347,11 +358,6 @@ def _mask(u: Tensor, center: float, offset: float, beta: float, out: Tensor) -> 
     z = u if center == 0 else torch.sub(u, center, out=out)
     # One operation for βz + offset.
     return torch.add(u.new_tensor(offset), z, alpha=beta, out=out).sigmoid_()
-
-
-def _sums(m: Tensor) -> tuple[float, float]:
-    """Σ m and Σ m²."""
-    return float(m.sum()), float(torch.dot(m, m))
 
 
 def _near(u: Tensor, least: float, most: float, room: Sequence[Tensor]) -> tuple[int, list[Tensor]]:

@@ -141,8 +141,7 @@ class Pools:
         for s, (edge, ends) in edges.items():
             total = self.problem.segments[s].total
             roots[s] = Root(check_budget(k[s], total), total, beta[s], edge, ends, ranks.dtype)
-        number = {id(root): s for s, root in roots.items()}
-        search(list(roots.values()), lambda some: self.moments(ranks, {number[id(root)]: root for root in some}))
+        search(roots, lambda pending: self.moments(ranks, pending))
         duals = {s: root.dual or Dual(root.beta, 0.0, root.goal) for s, root in roots.items()}
         return {s: (edges[s][0].threshold, dual) for s, dual in duals.items()}
 
