@@ -47,6 +47,18 @@ def test_page_runs(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, f"{page.name}, line numbers as on the page:\n{done.stdout}{done.stderr}"
 
 
+@pytest.mark.parametrize("kind", ["method", "pattern", "cost"])
+def test_new_kinds_in_one_file(kind: str) -> None:
+    """The three worked examples run, and the page shows them as they are."""
+    file = ROOT / "examples" / f"new_{kind}.py"
+    done = subprocess.run([sys.executable, "-W", "error", file], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (ROOT / "docs" / "add-a-method.md").read_text(encoding="utf-8")
+    shown = [block for block in page.split("```python\n")[1:] if f"new_{kind}.py" in page.split(block)[0][-400:]]
+    assert len(shown) == 1
+    assert shown[0].split("```")[0] in file.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):

@@ -45,7 +45,7 @@ class SViTE(ByGradient):
     Example:
         >>> attention = torch.nn.MultiheadAttention(16, num_heads=4)
         >>> s = spartan.Sparsifier(
-        ...     attention, 0.5, 100, SViTE(), pattern=Heads(4), include="in_proj_weight"
+        ...     attention, 0.5, 100, SViTE(), pattern=spartan.Heads(4), include="in_proj_weight"
         ... )
         >>> s.layers()[0].kept == 2 * 3 * 4 * 16
         True

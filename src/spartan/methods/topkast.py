@@ -69,11 +69,6 @@ class TopKAST(Method):
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"TopKAST: every={self.every!r} is not a number of optimizer steps; an int ≥ 1 is needed")
 
-    @property
-    def linear(self) -> bool:
-        """The penalty does not scale with the loss."""
-        return not self.exploration
-
     def check(self, problem: Problem) -> None:
         """Units that are used must get a gradient."""
         for segment in problem.segments:
