@@ -1,93 +1,111 @@
-"""The folder listing is the architecture: imports go one way, and importing the library is light."""
+"""The folder listing is the architecture: imports go one way, as CONTRIBUTING.md says, and importing the library is light."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+
+import pytest
 
 import spartan
 
 ROOT = Path(spartan.__file__).parent
-
-# From the bottom up; a module may import from layers below its own, and from its own.
-LAYERS = [
-    {"wording", "disk"},
-    {"ops.parts", "ops.select", "ops.soft_topk", "ops.rows", "ops.collective", "ops.spread", "ops"},
-    {"kernels"},
-    {"targets", "patterns", "heads", "schedules", "flop_count", "sharding"},
-    {"costs"},
-    {"budgets"},
-    {"groups"},
-    {"fast", "watch"},
-    {"methods.base", "methods.registry", "methods"},
-    {"masters", "checks", "run", "ledger", "stats", "checkpoint", "portable", "oneshot"},
-    {"wrap"},
-    {"sparsifier"},
-    {"sharded_checkpoint"},
-    {"inference"},
-    {"zoo"},
-    {"files"},
-    {""},
-    {"app"},
-    {"__main__"},
-]
+FILES = sorted(ROOT.rglob("*.py"))
+MAP = Path(__file__).parent.parent / "CONTRIBUTING.md"
 
 
-def module_name(path: Path) -> str:
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    return name.removesuffix("__init__").removesuffix(".")
+def allowed() -> dict[str, list[str]]:
+    """What each package may import, from the table of the map; packages in the order of its rows."""
+    rows = re.findall(r"^\| `(\w+)` \| .+? \|(.*)\|$", MAP.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: re.findall(r"`(\w+)`", others) for name, others in rows}
 
 
-def layer(name: str) -> int:
-    parts = name.partition(".")
-    # A module named above has a place of its own, others that of their package.
-    if parts[0] in {"methods", "kernels", "app", "inference", "files"} and not any(name in ns for ns in LAYERS):
-        name = parts[0]
-    return next(i for i, names in enumerate(LAYERS) if name in names)
+def package_of(path: Path) -> str:
+    """The row of the table that a file belongs to."""
+    first = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    return "spartan" if first == "__init__" else first
 
 
 def imports(path: Path) -> set[str]:
+    """The modules of ours that a file imports, without the first `spartan.`; "" is the package itself.
+
+    What is named in annotations only does not count.
+    """
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "spartan":
-            base = node.module.removeprefix("spartan").removeprefix(".")
-            # `from spartan import x` names modules; `from spartan.x import y` names x.
-            # A public name is not a module of its own; it stands for the package.
-            names = {
-                alias.name if (ROOT / alias.name).exists() or (ROOT / f"{alias.name}.py").exists() else ""
-                for alias in node.names
-            }
-            found |= names if not base else {base}
-    return found
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    types = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    skipped = {id(inner) for node in types for inner in ast.walk(node)}
+    for node in (node for node in ast.walk(tree) if id(node) not in skipped):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            module = node.module or ""
+            # `from spartan import files` names a module; `from spartan import save` a public name of the package.
+            inside = [alias.name for alias in node.names if module == "spartan" and is_module(alias.name)]
+            found |= {f"spartan.{name}" for name in inside} if len(inside) == len(node.names) else {module}
+    return {name.removeprefix("spartan").removeprefix(".") for name in found if name.split(".")[0] == "spartan"}
 
 
-def test_imports_go_one_way() -> None:
-    seen = 0
-    for path in ROOT.rglob("*.py"):
-        me = module_name(path)
-        for other in imports(path):
-            assert layer(other) <= layer(me), f"{me or 'spartan'} imports {other or 'spartan'}, which lies above it"
-            seen += 1
-    assert seen > 50
+def is_module(name: str) -> bool:
+    return (ROOT / name).is_dir() or (ROOT / f"{name}.py").exists()
+
+
+def test_the_map_has_every_package_and_goes_one_way() -> None:
+    table = allowed()
+    assert set(table) == {package_of(path) for path in FILES}
+    rows = list(table)
+    for number, (name, others) in enumerate(table.items()):
+        assert set(others) <= set(rows[:number]), f"{name} may import only from rows above its own"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_are_on_the_map(path: Path) -> None:
+    me = package_of(path)
+    found = {name.partition(".")[0] or "spartan" for name in imports(path)} - {me}
+    assert found <= set(allowed()[me]), f"{path.relative_to(ROOT)} imports what the map of CONTRIBUTING.md does not allow"
+
+
+def test_the_map_allows_nothing_that_is_not_needed() -> None:
+    for name, others in allowed().items():
+        used = {module.partition(".")[0] or "spartan" for p in FILES if package_of(p) == name for module in imports(p)}
+        assert set(others) == used - {name}, f"the map's row of {name}"
+
+
+def test_files_that_the_map_names_are_there() -> None:
+    step = MAP.read_text(encoding="utf-8").split("in ten files")[1].split("\n## ")[0]
+    named = re.findall(r"^\d+\. `([\w/]+\.py)`", step, re.MULTILINE)
+    assert len(named) == 10
+    assert all((ROOT / name).exists() for name in named)
 
 
 def test_no_module_of_ours_is_imported_by_a_string() -> None:
-    for path in ROOT.rglob("*.py"):
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-        for call in calls:
+    for path in FILES:
+        for call in (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)):
             if ast.unparse(call.func).endswith("import_module"):
-                assert "spartan" not in ast.unparse(call), f"{path} imports past the table above"
+                # Packages that find their own files do so by their own name.
+                own = ast.unparse(call.args[0]).startswith("f'{__name__}.")
+                assert own or "spartan" not in ast.unparse(call), f"{path} imports past the map"
 
 
 def test_nothing_but_the_package_knows_single_methods() -> None:
     known = {"methods", "methods.base", "methods.registry"}
-    for path in ROOT.rglob("*.py"):
-        me = module_name(path)
-        if me and not me.startswith(("methods", "app")):
+    for path in FILES:
+        if package_of(path) not in ("spartan", "methods", "app"):
             single = {name for name in imports(path) if name.startswith("methods.")} - known
-            assert not single, f"{me} imports {single}; a method is one file that nothing else needs to know"
+            assert not single, f"{path} imports {single}; a method is one file that nothing else needs to know"
+
+
+def test_kinds_are_known_to_their_own_files_only() -> None:
+    """No `isinstance` on a single pattern, cost or kind of rows elsewhere: what it can do, it says itself."""
+    kinds = r"isinstance\([^()]*\b(Unstructured|Block|Channel|NM|Heads|Params|Flops|CostTable|Row\w+|Selection|Duals)\b"
+    for path in FILES:
+        found = re.search(kinds, path.read_text(encoding="utf-8"))
+        assert found is None, f"{path}: {found}"
 
 
 def test_importing_is_light() -> None:
@@ -107,6 +125,22 @@ def test_importing_is_light() -> None:
     assert out.stdout.strip() == "[]"
 
 
-def test_no_file_is_long() -> None:
-    for path in ROOT.rglob("*.py"):
-        assert len(path.read_text().splitlines()) <= 400, path
+def test_files_and_classes_are_small() -> None:
+    names: Counter[str] = Counter()
+    for path in FILES:
+        text = path.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                names[node.name] += 1
+                methods = [x for x in node.body if isinstance(x, (ast.FunctionDef, ast.AsyncFunctionDef))]
+                assert len(methods) <= 18, f"{path}: {node.name} has {len(methods)} methods"
+    assert [name for name, n in names.items() if n > 1] == []
+
+
+def test_the_core_has_no_threads_and_no_queues() -> None:
+    """A question is asked and answered in one call; nothing is left for later, or for somebody else."""
+    core = {"distributed", "ops", "problem", "solvers", "methods", "step", "state", "sparsifier", "prune"}
+    for path in (path for path in FILES if package_of(path) in core):
+        found = re.search(r"^\s*(?:import|from) (threading|queue|asyncio|concurrent)\b", path.read_text(), re.MULTILINE)
+        assert found is None, f"{path}: {found}"

@@ -34,6 +34,10 @@ class Gradients(Masks):
             found = [None if g is None else g * slope for g, slope in zip(found, slopes, strict=True)]
         return found
 
+    def slopes(self) -> list[Tensor]:
+        """dψ/dθ = α|θ|^(α−1), by slab."""
+        return [self.power * theta.abs().pow(self.power - 1.0) for theta in self.theta.slabs]
+
     def with_missing(self, form: Form, grads: Grads) -> list[Tensor | None]:
         """Zeros where the loss did not reach a weight that still feels the others, through the budget they share."""
         found = list(grads)

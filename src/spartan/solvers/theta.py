@@ -38,6 +38,11 @@ class Theta:
         else:
             self.views = [t.unflatten(t.flatten(x).clone()) for t, x in zip(targets, here, strict=True)]
 
+    @property
+    def slabs(self) -> list[Tensor]:
+        """All of θ in as few tensors as there are."""
+        return self.views if self.flat is None else [self.flat]
+
     def split(self, flat: Tensor) -> list[Tensor]:
         """One view per target of a tensor over all entries."""
         pieces = flat.split([t.local.numel() for t in self.targets])

@@ -76,13 +76,8 @@ class Units:
 
     def values(self) -> list[Tensor]:
         """θ, or ψ, by slab."""
-        thetas = [self.theta.flat] if self.joined and self.theta.flat is not None else self.theta.views
+        thetas = self.theta.slabs
         return thetas if self.power == 1.0 else [power_of(theta, self.power) for theta in thetas]
-
-    def slopes(self) -> list[Tensor]:
-        """dψ/dθ = α|θ|^(α−1), by slab."""
-        thetas = [self.theta.flat] if self.joined and self.theta.flat is not None else self.theta.views
-        return [self.power * theta.abs().pow(self.power - 1.0) for theta in thetas]
 
     def reduce(self, slabs: Sequence[Tensor]) -> Tensor:
         """The sum over every unit."""
