@@ -1,4 +1,4 @@
-"""The folder listing is the architecture: imports go one way, as CONTRIBUTING.md says, and importing the library is light."""
+"""The folder listing is the architecture: imports go one way, as CONTRIBUTING.md says, and importing us is light."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def test_the_map_has_every_package_and_goes_one_way() -> None:
 def test_imports_are_on_the_map(path: Path) -> None:
     me = package_of(path)
     found = {name.partition(".")[0] or "spartan" for name in imports(path)} - {me}
-    assert found <= set(allowed()[me]), f"{path.relative_to(ROOT)} imports what the map of CONTRIBUTING.md does not allow"
+    assert found <= set(allowed()[me]), (
+        f"{path.relative_to(ROOT)} imports what the map of CONTRIBUTING.md does not allow"
+    )
 
 
 def test_the_map_allows_nothing_that_is_not_needed() -> None:
@@ -85,7 +87,9 @@ def test_files_that_the_map_names_are_there() -> None:
 
 def test_no_module_of_ours_is_imported_by_a_string() -> None:
     for path in FILES:
-        for call in (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)):
+        for call in (
+            node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
+        ):
             if ast.unparse(call.func).endswith("import_module"):
                 # Packages that find their own files do so by their own name.
                 own = ast.unparse(call.args[0]).startswith("f'{__name__}.")

@@ -50,8 +50,8 @@ class Sparsifier:
         sparsity: fraction of the counted weights (with a cost: of the cost) that is gone at the end, in [0, 1).
         total_steps: optimizer steps of the whole run.
         method: a name (`spartan.methods()` lists them) or a method object.
-        pattern: the unit that lives or dies together: `Unstructured()` (default), `Block(h, w)`, `Channel()` or
-            `NM(n, m)`.
+        pattern: the unit that lives or dies together: `Unstructured()` (default), `Block(h, w)`, `Channel()`,
+            `NM(n, m)` or `Heads(count)`.
         cost: what a parameter costs: `Params()` (default), `Flops(example_inputs)`, or {glob: cost per parameter}.
         budget: "global", "uniform", "erk" or {glob: sparsity}; None is the method's own.
         include: globs over parameter names; None is every Linear, Conv*d and MultiheadAttention weight.
@@ -59,8 +59,9 @@ class Sparsifier:
         warmup: fraction of total_steps over which the sparsity grows; None is the method's own.
         finetune: fraction of total_steps, at the end, with the mask fixed; None is the method's own.
         count: "targets", or "model": biases and norms count too, and the targets get sparser to make up for it.
-        min_density: fraction of a layer that is kept at least, where layers share a budget; or {glob: fraction}.
-        kernels: "auto" (Triton on a CUDA device, plain torch elsewhere), "torch" or "triton".
+        min_density: fraction of a layer that is kept at least, where layers share a budget; or {glob: fraction}. Seen to
+            while the budget changes, then every hundredth of the run, and when the mask is fixed.
+        kernels: "auto" (Triton on a CUDA device, chunks of weights on a CPU), "torch" or "triton".
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))

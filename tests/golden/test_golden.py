@@ -1,7 +1,7 @@
 """Golden losses: a refactor must train exactly as before.
 
-    python -m tests.golden.test_golden          adds the losses of new methods
-    python -m tests.golden.test_golden --all    writes all anew, after a change that is meant to alter training
+python -m tests.golden.test_golden          adds the losses of new methods
+python -m tests.golden.test_golden --all    writes all anew, after a change that is meant to alter training
 """
 
 from __future__ import annotations

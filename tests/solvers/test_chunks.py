@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spartan import IMP, Flops, Sparsifier, Spartan, TopKAST, constant, linear, soft_topk
+from spartan.methods import Powerprop, SpartanLearned  # type: ignore[attr-defined]
 from spartan.methods.base import Method
 from spartan.ops.newton import logit, rest_of_step
 from spartan.ops.parts import Part
@@ -29,6 +30,8 @@ METHODS = {
     "topkast": TopKAST(),
     "topkast-b": TopKAST(backward_sparsity=0.1, exploration=1e-2),
     "imp": IMP(),
+    "learned": SpartanLearned(),
+    "powerprop": Powerprop(),
 }
 
 
@@ -90,7 +93,7 @@ def test_what_runs() -> None:
     assert "by chunks for thresholds, torch for the method's own masks" in soft
 
 
-@pytest.mark.parametrize("name", ["spartan", "imp"])
+@pytest.mark.parametrize("name", list(METHODS))
 @pytest.mark.parametrize("stop", [1, 5])
 def test_resume_is_bit_identical(name: str, stop: int) -> None:
     model, optimizer, sparsifier, _ = run("auto", METHODS[name], steps=stop)
@@ -102,6 +105,30 @@ def test_resume_is_bit_identical(name: str, stop: int) -> None:
     train(again, optimizer_again, range(stop, 8))
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["spartan", "imp"])
+def test_a_step_that_fails_is_taken_back(name: str) -> None:
+    model, _, sparsifier, _ = run("auto", METHODS[name], steps=4)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    sparsifier.detach().attach(optimizer)
+    before, stats, calls = [p.detach().clone() for p in model.parameters()], sparsifier.stats, 0
+
+    def closure() -> Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.ones(2, 3, 8, 8)).square().mean()
+        loss.backward()
+        if calls == 3:
+            raise KeyboardInterrupt
+        return loss
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(closure)
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert p.ndim == 1 or torch.equal(p, old)
+    assert sparsifier.stats == stats
 
 
 def moved(tensors: list[Tensor], scale: float, seed: int) -> list[Tensor]:

@@ -179,14 +179,14 @@ class Problem:
 
     # ------------------------------------------------------------------ layers at their least density
 
+    def least(self, i: int) -> float:
+        """What the fewest units cost that reach target i's `min_density`."""
+        return math.ceil(self.floors[i] * self.all_units[i] - 1e-9) * self.unit_costs[i]
+
     def below_floor(self, kept: Sequence[float]) -> list[int]:
         """The targets that share a budget and keep less than their `min_density`, from the cost that each keeps."""
-        found = []
-        for i, (cost, floor) in enumerate(zip(kept, self.floors, strict=True)):
-            least = floor * self.all_units[i] * self.unit_costs[i]
-            if len(self.members(self.segment_of[i])) > 1 and cost + self.unit_costs[i] <= least * (1.0 + 1e-12):
-                found.append(i)
-        return found
+        sharing = [i for i, s in enumerate(self.segment_of) if len(self.members(s)) > 1]
+        return [i for i in sharing if kept[i] < self.least(i) * (1.0 - 1e-12)]
 
     @property
     def apart(self) -> list[int]:
@@ -197,13 +197,13 @@ class Problem:
         """Make these targets segments of their own, at their `min_density`; the others share what is left."""
         shared, alone = [], []
         for segment in self.asked:
-            costs = {i: self.all_units[i] * self.unit_costs[i] for i in segment.targets}
-            least = {i: self.floors[i] * costs[i] for i in segment.targets if i in which}
+            least = {i: self.least(i) for i in segment.targets if i in which}
             rest = tuple(i for i in segment.targets if i not in least)
-            total = math.fsum(costs[i] for i in rest)
+            total = math.fsum(self.all_units[i] * self.unit_costs[i] for i in rest)
             shared.append(replace(segment, targets=rest, total=total, reserved=math.fsum(least.values())))
             for i, floor in least.items():
-                alone.append(Segment((i,), 0.0, costs[i], costs[i], costs[i] - floor, -1 - self.numbers[i]))
+                whole = self.all_units[i] * self.unit_costs[i]
+                alone.append(Segment((i,), 0.0, whole, whole, whole - floor, -1 - self.numbers[i]))
         self.segments = [segment for segment in shared if segment.targets] + alone
         self._divide()
 
@@ -260,33 +260,30 @@ def make_problem(
     for index, (members, gone) in enumerate(divide(budget, sparsity, targets, costs)):
         total = math.fsum(costs[i] for i in members)
         segments.append(Segment(tuple(members), gone, total, total, index=index))
-    floors = _check_floors(min_density, targets, costs, segments, pattern)
-    return Problem(targets, pattern, prices, cost.value_power, segments, floors, counted, untouched)
+    floors = by_name(
+        "min_density", min_density if isinstance(min_density, Mapping) else {"*": min_density}, 0.0, targets
+    )
+    problem = Problem(targets, pattern, prices, cost.value_power, segments, floors, counted, untouched)
+    _check_floors(problem, min_density)
+    return problem
 
 
-def _check_floors(
-    asked: float | Mapping[str, float],
-    targets: Sequence[Target],
-    costs: Sequence[float],
-    segments: Sequence[Segment],
-    pattern: Pattern,
-) -> list[float]:
-    """The least density of each target; an error where it cannot be had."""
-    table = asked if isinstance(asked, Mapping) else {"*": asked}
-    floors = by_name("min_density", table, 0.0, targets)
-    if any(floors) and (pattern.rows is not None or any(len(s.targets) == 1 for s in segments if len(segments) > 1)):
+def _check_floors(problem: Problem, asked: float | Mapping[str, float]) -> None:
+    """ValueError where a `min_density` cannot be had."""
+    segments = problem.segments
+    alone = any(len(s.targets) == 1 for s in segments if len(segments) > 1)
+    if any(problem.floors) and (problem.pattern.rows is not None or alone):
         raise ValueError(
             f"min_density={asked!r} is for layers that share a budget, and here each has its own: it goes with "
             'budget="global" and patterns whose units all compete'
         )
     for segment in segments:
-        least = math.fsum(floors[i] * costs[i] for i in segment.targets)
-        if least > segment.budget(pattern, 1.0):
+        least = math.fsum(problem.least(i) for i in segment.targets)
+        if least > segment.budget(problem.pattern, 1.0) * (1.0 + 1e-12):
             raise ValueError(
                 f"min_density={asked!r} alone asks for {least / segment.total:.4%} of the cost, more than the "
                 f"{1.0 - segment.sparsity:.4%} that a sparsity of {segment.sparsity:.6g} leaves"
             )
-    return floors
 
 
 def check_shards(targets: Sequence[Target], pattern: Pattern) -> None:

@@ -31,7 +31,9 @@ def solver_for(problem: Problem, flags: Flags, kernels: str, alias: bool = False
             return kind(problem, flags)
         reasons.append(reason)
     solver = TorchSolver(problem, flags, alias)
-    solver.why = reasons[0]
+    # On a CPU nobody expects kernels; why not chunks is the question.
+    on_cpu = problem.targets[0].parameter.device.type == "cpu" and kernels == "auto" and not alias
+    solver.why = reasons[1 if on_cpu else 0]
     return solver
 
 

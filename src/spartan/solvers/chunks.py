@@ -67,6 +67,31 @@ class Window:
     above: float = 0.0
     around: list[tuple[Piece, list[Tensor]]] = field(default_factory=list)
 
+    def threshold(self, k: float) -> Threshold | None:
+        """The threshold within the window, when what lies above it is kept; None if it is not there."""
+        least, most, above, around = self.least, self.most, self.above, self.around
+        few = torch.cat([x for _, some in around for x in some])
+        owner = torch.repeat_interleave(torch.tensor([sum(map(len, some)) for _, some in around]))
+        there = few.ge(least).logical_and_(few.le(most))
+        few, owner = few[there], owner[there]
+        counts = torch.bincount(owner, minlength=len(around)).tolist()
+        pieces = [piece for piece, _ in around]
+        parts = [Part(u, piece.cost) for u, piece in zip(few.split(counts), pieces, strict=True)]
+        room = k - above
+        if room < 0 or room >= total_cost(parts):
+            return None
+        found = boundary(parts, room).threshold
+        if not math.isfinite(found.value):
+            return None
+        cut = found.cut  # where they are listed here, the first of those equal to it that is not kept
+        if 0 < cut < len(few):
+            piece = pieces[int(owner[cut])]
+            kept = int((few[:cut] == found.value).logical_and_(owner[:cut] == owner[cut]).sum())  # of that piece
+            cut = piece.position + int((_scores(piece) == found.value).nonzero()[kept])
+        elif cut:
+            cut = pieces[-1].position + len(pieces[-1].theta)
+        return Threshold(found.value, cut, found.cost + above)
+
 
 class ChunkSolver(TorchSolver):
     """Goes through the weights in chunks; what they cannot do, plain torch does."""
@@ -167,7 +192,7 @@ class ChunkSolver(TorchSolver):
         pending = {s: root for s, root in roots.items() if not root.done}
         for root, (f, d) in zip(pending.values(), self._pass(pending, windows), strict=True):
             root.hear(f, d)
-        inside = {s: self._inside(window, k[s]) for s, window in windows.items()}
+        inside = {s: window.threshold(k[s]) for s, window in windows.items()}
         return {s: threshold for s, threshold in inside.items() if threshold is not None}
 
     def _pass(self, roots: Mapping[int, Root], windows: Mapping[int, Window]) -> list[tuple[float, float]]:
@@ -188,32 +213,6 @@ class ChunkSolver(TorchSolver):
                 sums[piece.segment][0] += cost * one
                 sums[piece.segment][1] += cost * (one - two)
         return [(f, d) for f, d in sums.values()]
-
-    @staticmethod
-    def _inside(window: Window, k: float) -> Threshold | None:
-        """The threshold within a window, when what lies above it is kept; None if it is not there."""
-        least, most, above, around = window.least, window.most, window.above, window.around
-        few = torch.cat([x for _, some in around for x in some])
-        owner = torch.repeat_interleave(torch.tensor([sum(map(len, some)) for _, some in around]))
-        there = few.ge(least).logical_and_(few.le(most))
-        few, owner = few[there], owner[there]
-        counts = torch.bincount(owner, minlength=len(around)).tolist()
-        pieces = [piece for piece, _ in around]
-        parts = [Part(u, piece.cost) for u, piece in zip(few.split(counts), pieces, strict=True)]
-        room = k - above
-        if room < 0 or room >= total_cost(parts):
-            return None
-        found = boundary(parts, room).threshold
-        if not math.isfinite(found.value):
-            return None
-        cut = found.cut  # where they are listed here, the first of those equal to it that is not kept
-        if 0 < cut < len(few):
-            piece = pieces[int(owner[cut])]
-            kept = int((few[:cut] == found.value).logical_and_(owner[:cut] == owner[cut]).sum())  # of that piece
-            cut = piece.position + int((_scores(piece) == found.value).nonzero()[kept])
-        elif cut:
-            cut = pieces[-1].position + len(pieces[-1].theta)
-        return Threshold(found.value, cut, found.cost + above)
 
     def sinkhorn(self, k: Budgets, beta: Sequence[float], init: Any) -> None:
         """By plain torch."""
@@ -253,7 +252,11 @@ class ChunkSolver(TorchSolver):
 
     def serves(self, form: Form) -> bool:
         """Whether chunks can write what the form says."""
-        return self._mine and form.own is None and form.stored is None and form.project and isinstance(form.mask, Mask)
+        return self._chosen(form) and form.project and isinstance(form.mask, Mask)
+
+    def _chosen(self, form: Form) -> bool:
+        """Whether what is kept follows from θ by the thresholds found here."""
+        return self._mine and self.power == 1.0 and form.by_magnitude
 
     def write(self, form: Form | None) -> None:
         """w = [kept] ⊙ θ, or [kept] ⊙ m ⊙ θ, into the parameters; exactly +0.0 where not kept."""
@@ -281,7 +284,7 @@ class ChunkSolver(TorchSolver):
         in_place = all(
             g is None or g.stride() == t.local.stride() for g, t in zip(grads, self.problem.targets, strict=True)
         )
-        if not (self._mine and in_place and form.own is None and form.stored is None):
+        if not (in_place and self._chosen(form)):
             return super().turn(form, grads)
         if form.couples:
             grads = self.with_missing(form, grads)

@@ -101,6 +101,11 @@ class Form:
         return self.mask.name if isinstance(self.mask, Stored) else self.kept
 
     @property
+    def by_magnitude(self) -> bool:
+        """Whether A and the mask follow from |θ| and what was solved for."""
+        return self.own is None and self.stored is None and self.learned is None
+
+    @property
     def everything(self) -> bool:
         """Whether w = θ."""
         return self.mask is Mask.ONE and not self.project
@@ -108,4 +113,4 @@ class Form:
     @property
     def couples(self) -> bool:
         """Whether a weight that the loss does not reach still feels the others, through the budget they share."""
-        return self.own is None and self.back is VJP.THROUGH and self.mask is Mask.SOFT and self.learned is None
+        return self.by_magnitude and self.back is VJP.THROUGH and self.mask is Mask.SOFT

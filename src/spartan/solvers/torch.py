@@ -80,14 +80,17 @@ class TorchSolver(Gradients, Solver):
 
     def snapshot(self) -> Any:
         """θ, the masks and what the method knows."""
-        views = [theta.clone() for theta in self.theta.views]
-        return views, (self.a, self.b, self.dual), copy_of(self.state)
+        thetas = [theta.clone() for theta in self.theta.views]
+        return thetas, self.problem.apart, self.k, self.solution(), copy_of(self.state)
 
     def restore(self, snapshot: Any) -> None:
         """Go back."""
-        views, (self.a, self.b, self.dual), state = snapshot
-        copy_all(self.theta.views, views)
+        thetas, apart, k, solution, state = snapshot
+        copy_all(self.theta.views, thetas)
         self.state = copy_of(state)
+        self.divide(apart)
+        self.k = k
+        self.go_on_from(solution)
 
     def solution(self) -> dict[str, Any]:
         """What is known of the masks, in plain numbers for every segment."""
@@ -102,6 +105,12 @@ class TorchSolver(Gradients, Solver):
         """Take over masks that `solution` gave."""
         self.a, self.dual = self.pools.restored(solution["a"], solution["dual"])
         self.b, _ = self.pools.restored(solution["b"], None)
+
+    def divide(self, apart: list[int]) -> None:
+        """Give these targets budgets of their own, and no others; masks are to be chosen anew then."""
+        if apart != self.problem.apart:
+            self.problem.set_apart(apart)
+            self.redivided()
 
     def redivided(self) -> None:
         """The problem has other segments now."""

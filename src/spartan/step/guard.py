@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spartan.distributed import fsdp_modules, version
-from spartan.problem.targets import current
+from spartan.problem.targets import current, some_names
 from spartan.solvers.base import FINE
 from spartan.step.weights import Weights
 
@@ -172,10 +172,10 @@ class Guard:
         worst, row = max((abs(numbers[1]), i) for i, numbers in enumerate(self._seen[1].tolist()))
         if worst > FAR:
             self._warned = True
-            segment = self.weights.segment_of_row(row)
+            names = some_names(self.weights.targets_of_row(row))
             warnings.warn(
-                f"the soft mask of segment {segment} was {worst:.2%} off its budget at step {self._step} or shortly before "
-                "(the hard one is exact all the same); β is probably too large for these weights' precision",
+                f"the soft mask of {names} was {worst:.2%} off its budget at step {self._step} or shortly before (the hard "
+                "one is exact all the same); β is probably too large for these weights' precision",
                 RuntimeWarning,
                 stacklevel=3,
             )

@@ -162,33 +162,33 @@ class Run:
     def solve(self) -> None:
         """New masks for θ at this moment; from the first step of finetuning on they are fixed."""
         if not self.weights.frozen:
-            before = [solver.k for solver in self.weights.solving]
+            before, fixed = [solver.k for solver in self.weights.solving], self.at.phase == "finetune"
             self.set_budgets()
             for solver, k in zip(self.weights.solving, before, strict=True):
-                self.method.choose(solver, self.at)
-                if any(solver.problem.floors) and k != solver.k:
-                    self._set_apart(solver)
-            if self.at.phase == "finetune" and not self.method.identity:
+                # Looking at each layer waits for the device: not at every step.
+                due = fixed or k != solver.k or self.at.step % max(1, self.at.total_steps // 100) == 0
+                if any(solver.problem.floors) and due:
+                    self._choose_above_floors(solver)
+                else:
+                    self.method.choose(solver, self.at)
+            if fixed and not self.method.identity:
                 self.weights.freeze(self.at)
             self.count()
         self._add_up()
 
-    def _set_apart(self, solver: TorchSolver) -> None:
-        """Let the layers that would keep less than their `min_density` have a budget of their own, and choose again."""
-        problem, grown = solver.problem, self.method.ramp.at(self.at.warmed)
-        apart: list[int] = []
+    def _choose_above_floors(self, solver: TorchSolver) -> None:
+        """Choose masks; while layers keep less than their `min_density`, give them budgets of their own and choose anew."""
+        problem, before, apart = solver.problem, solver.snapshot(), set[int]()
         while True:
-            if apart != problem.apart:
-                problem.set_apart(apart)
-                solver.redivided()
-                solver.k = problem.budgets(grown)
-                self.method.choose(solver, self.at)
+            solver.divide(sorted(apart))
+            solver.k = problem.budgets(self.method.ramp.at(self.at.warmed))
+            self.method.choose(solver, self.at)
             kept = solver.sum_by_target(self.method.keep(solver, self.at))[0].tolist()
-            costs = [n * c for n, c in zip(kept, problem.unit_costs, strict=True)]
-            below = problem.below_floor(costs)
+            below = problem.below_floor([n * c for n, c in zip(kept, problem.unit_costs, strict=True)])
             if not below:
                 return
-            apart = sorted({*apart, *below})
+            apart |= set(below)
+            solver.restore(before)
 
     def _agree(self) -> None:
         """Copies under DDP take process 0's masks: an insurance, since equal weights give equal ones.

@@ -11,6 +11,7 @@ from torch import Tensor
 from spartan.methods.base import Method
 from spartan.problem.problem import Problem
 from spartan.problem.schedules import Moment
+from spartan.problem.targets import Target
 from spartan.solvers.base import FINE, Flags
 from spartan.solvers.choose import frozen_solver_for, solver_for
 from spartan.solvers.forms import Form
@@ -52,11 +53,11 @@ class Weights:
     def _flags(self) -> list[Flags]:
         return [Flags(self.bad, rows) for rows in self.residuals.split(self._rows)]
 
-    def segment_of_row(self, row: int) -> int:
-        """The index of the segment that a row of `residuals` is about."""
+    def targets_of_row(self, row: int) -> list[Target]:
+        """What a row of `residuals` is about."""
         for part, rows in zip(self.problems, self._rows, strict=True):
             if row < rows:
-                return part.segments[row].index
+                return [part.targets[i] for i in part.members(row)]
             row -= rows
         raise IndexError(row)
 

@@ -39,6 +39,8 @@ class KernelMasks(TorchSolver):
     def redivided(self) -> None:
         """The problem has other segments now."""
         super().redivided()
+        self.kernels = Launcher(self.problem, self.flags)  # recorded launches read the tables so far
+        self._mine = False
         self.prepare()
 
     def competing(self) -> list[Tensor]:
@@ -80,16 +82,6 @@ class KernelMasks(TorchSolver):
     def _by_target(self, units: Tensor) -> list[Tensor]:
         units = units.contiguous()
         return [units[here] for here in self.problem.slices]
-
-    def snapshot(self) -> Any:
-        """θ, the masks, what the method knows, and the kernels' states."""
-        return super().snapshot(), self.topk.states.copy(), self._mine
-
-    def restore(self, snapshot: Any) -> None:
-        """Go back."""
-        rest, states, self._mine = snapshot
-        super().restore(rest)
-        self.topk.states.go_back(states)
 
     def go_on_from(self, solution: Mapping[str, Any]) -> None:
         """Take over masks that were saved, and start from them."""

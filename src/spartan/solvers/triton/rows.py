@@ -29,6 +29,8 @@ LONGEST_RUN = 64  # every entry is compared with all of its run
 class RowSolver(TritonSolver):
     """Launches the kernels of runs of m weights along the inputs."""
 
+    pools: Rows
+
     @classmethod
     def why_not(cls, problem: Problem, kernels: str) -> str:
         """Runs that are not long, in weights whose places fit 32 bits."""
@@ -56,7 +58,6 @@ class RowSolver(TritonSolver):
         if not self._mine:
             TorchSolver.solve(self, k, beta, ranks)
             return
-        assert isinstance(self.pools, Rows)
         self.a = self.pools.select(torch.empty(0), k)
         self.dual = None if beta is None else self.pools.duals(beta, self.a.n)
 
@@ -68,15 +69,6 @@ class RowSolver(TritonSolver):
         """Take over n and β."""
         TorchSolver.go_on_from(self, solution)
         self._mine = self.a is not None
-
-    def snapshot(self) -> Any:
-        """There is no state on the device."""
-        return TorchSolver.snapshot(self), self._mine
-
-    def restore(self, snapshot: Any) -> None:
-        """Go back."""
-        rest, self._mine = snapshot
-        TorchSolver.restore(self, rest)
 
     def _tell(self) -> None:
         """n and β to the device: a number is an argument of the launch, so that nothing waits."""

@@ -86,7 +86,7 @@ class TritonSolver(KernelMasks):
 
     def _chosen(self, form: Form) -> bool:
         """Whether what is kept follows from θ by the kernels' own states."""
-        return self._mine and self.power == 1.0 and form.own is None and form.stored is None and form.learned is None
+        return self._mine and self.power == 1.0 and form.by_magnitude
 
     def _stored(self, form: Form) -> Tensor | None:
         """Where stored masks of bools lie, if the form has such a mask and kernels can read it."""
