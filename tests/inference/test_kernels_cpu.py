@@ -54,9 +54,7 @@ def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor, kind: str, h: int, g: int, activation: str) -> Tensor:
     packed = pack(weight, h, g)
-    if kind == "rows":
-        return ops.linear_rows(x, packed, padded(bias, h), activation)
-    return ops.linear_lanes(x, packed, ops.lane_offsets(packed), padded(bias, h), activation)
+    return ops.linear(kind, x, packed, ops.linear_places(kind, packed), padded(bias, h), activation)
 
 
 ROWS = [("rows", h, g) for h in (8, 16, 32, 64) for g in (1, 4, 8)]
@@ -189,7 +187,8 @@ def test_threads_without_openmp() -> None:
         "import torch; from spartan.inference.cpu import library, ops; from spartan.inference.cpu.packed import pack\n"
         "library.library().spartan_use_openmp(None); torch.set_num_threads(3)\n"
         "w, x = torch.randn(64, 64), torch.randn(100, 64)\n"
-        "y = ops.linear_rows(x, pack(w, 16, 8), torch.zeros(64), 'none')\n"
+        "packed = pack(w, 16, 8)\n"
+        "y = ops.linear('rows', x, packed, packed.runs, torch.zeros(64), 'none')\n"
         "assert torch.allclose(y, x @ w.T, atol=1e-4)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,8 +1,8 @@
 """The layers of an accelerated model, for inference: each adds bias, activation and (convolutions) a residual in one call.
 
 `DenseLinear` and `DenseConv2d` run torch's dense products; `SparseLinear` and `SparseConv2d` run the CPU kernels on a packed
-weight; a `DeviceLinear` (in `spartan.inference.gpu`) runs another device's. They hold buffers, not parameters, and refuse to
-train or to be differentiated through.
+weight; `spartan.inference.gpu` has those for CUDA devices. They hold buffers, not parameters, and refuse to train or to be
+differentiated through.
 """
 
 from __future__ import annotations
@@ -186,33 +186,9 @@ class SparseLinear(SparseLayer):
             h = packed.h
             starts = packed.starts[first // h : -(-last // h) + 1]
             packed, bias = PackedMatrix(starts, packed.runs, packed.values, last - first, packed.inputs), bias[first:]
-        if self.kind == "rows":
-            return ops.linear_rows(x, packed, bias, self.activation)
-        offsets = self._places
-        if offsets is None:
-            offsets = self._places = ops.lane_offsets(packed)
-        return ops.linear_lanes(x, packed, offsets, bias, self.activation)
-
-
-class DeviceLinear(InferenceLayer):
-    """A sparse linear layer on another device, which a subclass gives its buffers and its kernel."""
-
-    def __init__(self, weight: Tensor, activation: str) -> None:
-        super().__init__(activation)
-        self.outputs, self.inputs = weight.shape
-
-    def matrix(self) -> Tensor:
-        """The weight as a dense matrix."""
-        raise NotImplementedError
-
-    @property
-    def weight(self) -> Tensor:
-        """The dense weight, for code that asks a linear layer for it."""
-        return self.matrix()
-
-    def part(self, x: Tensor, first: int, last: int) -> Tensor:
-        """Outputs `first` to `last`, of all that are computed."""
-        return self(x)[..., first:last]
+        if self._places is None:
+            self._places = ops.linear_places(self.kind, packed)
+        return ops.linear(self.kind, x, packed, self._places, bias, self.activation)
 
 
 class SparseConv2d(SparseLayer):

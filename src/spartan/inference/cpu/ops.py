@@ -8,7 +8,7 @@ NaN passes through the activations, as in torch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,9 +41,11 @@ class Conv:
     channels: int
 
     def out_size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the output."""
+        """Height and width of the output; ValueError where the image is smaller than the kernel."""
         sides = zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
         down, across = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sides)
+        if min(down, across) < 1:
+            raise ValueError(f"an image of {height}×{width} is smaller than the kernel {self.kernel} with its padding")
         return down, across
 
     @property
@@ -68,10 +70,7 @@ def lay_out_conv(conv: Conv, packed: PackedMatrix, height: int, width: int, dtyp
     Rows lie behind each other, so output pixel (y, x) is lane y·pitch + x, and tap (i, j) reads the lane shifted by
     ⌊i·d/s⌋·pitch + ⌊j·d/s⌋ in phase (i·d mod s, j·d mod s). Lanes in the columns beyond the output's are dropped.
     """
-    out_h, out_w = conv.out_size(height, width)
-    if out_h < 1 or out_w < 1:
-        raise ValueError(f"an image of {height}×{width} is smaller than the kernel {conv.kernel} with its padding")
-    size = (out_h, out_w)
+    size = out_h, out_w = conv.out_size(height, width)
     if conv.pointwise:  # one long row: no columns to drop
         height, width, out_h, out_w = 1, height * width, 1, out_h * out_w
     shifts, phases, rests = [], [], []
@@ -103,39 +102,27 @@ def lay_out_conv(conv: Conv, packed: PackedMatrix, height: int, width: int, dtyp
     return ConvLayout([*geometry, int(direct)], offsets, size)
 
 
-def linear_rows(x: Tensor, packed: PackedMatrix, bias: Tensor, activation: str) -> Tensor:
-    """act(x Wᵀ + b) with the outputs in the SIMD lanes: for groups of 8, 16, 32 or 64 rows and runs of 1, 4 or 8 columns.
+def linear_places(kind: str, packed: PackedMatrix) -> Tensor:
+    """Where a kernel of `linear` finds each entry's inputs: the number of their run, or their offset among the lanes."""
+    return packed.runs if kind == "rows" else packed.runs * _kernels().spartan_lane_pitch(packed.h)
+
+
+def linear(kind: str, x: Tensor, packed: PackedMatrix, places: Tensor, bias: Tensor, activation: str) -> Tensor:
+    """act(x Wᵀ + b).
 
     Args:
+        kind: "rows", with the outputs in the SIMD lanes, for groups of 8, 16, 32 or 64 rows and runs of 1, 4 or 8 columns;
+            or "lanes", with the tokens there, for groups of any height up to 64, and g = 1.
         x: float32 or bfloat16, contiguous, last dimension `packed.inputs`.
         packed: the weight.
+        places: of `linear_places`.
         bias: float32, one per row of every group (zeros in rows that pad the last group).
         activation: a key of `ACTIVATIONS`.
     """
-    return _linear("rows", x, packed, packed.runs, bias, activation, packed.h, packed.g)
-
-
-def lane_offsets(packed: PackedMatrix) -> Tensor:
-    """`packed.runs` as offsets for `linear_lanes`."""
-    return packed.runs * _kernels().spartan_lane_pitch(packed.h)
-
-
-def linear_lanes(x: Tensor, packed: PackedMatrix, offsets: Tensor, bias: Tensor, activation: str) -> Tensor:
-    """act(x Wᵀ + b) with the tokens in the SIMD lanes: for groups of any height up to 64, and g = 1."""
-    return _linear("lanes", x, packed, offsets, bias, activation, packed.h)
-
-
-def _linear(
-    kind: str, x: Tensor, packed: PackedMatrix, index: Tensor, bias: Tensor, activation: str, *sizes: int
-) -> Tensor:
     y = x.new_empty(*x.shape[:-1], packed.outputs)
-    _check(
-        getattr(_kernels(), f"spartan_linear_{kind}")(
-            *_pointers(x, y, bias, packed.starts, index, packed.values),
-            *(x.numel() // packed.inputs, packed.inputs, packed.outputs, *sizes, ACTIVATIONS[activation][0]),
-            *(x.dtype == torch.bfloat16, torch.get_num_threads()),
-        )
-    )
+    sizes = [x.numel() // packed.inputs, packed.inputs, packed.outputs, packed.h]
+    sizes += [packed.g] if kind == "rows" else []
+    _run(f"spartan_linear_{kind}", x, (y, bias, packed.starts, places, packed.values), sizes, activation)
     return y
 
 
@@ -144,14 +131,25 @@ def conv2d(
 ) -> Tensor:
     """act(conv(x) + b + residual), pixels in the SIMD lanes; x and residual contiguous [images, channels, height, width]."""
     y = x.new_empty(x.shape[0], packed.outputs, *layout.out_size)
-    _check(
-        _kernels().spartan_conv(
-            *_pointers(x, y, bias, residual, packed.starts, layout.offsets, packed.values),
-            (ctypes.c_int64 * 16)(x.shape[0], *layout.geometry),
-            *(packed.outputs, packed.h, ACTIVATIONS[activation][0], x.dtype == torch.bfloat16, torch.get_num_threads()),
-        )
-    )
+    geometry = (ctypes.c_int64 * 16)(x.shape[0], *layout.geometry)
+    others = (y, bias, residual, packed.starts, layout.offsets, packed.values)
+    _run("spartan_conv", x, others, [geometry, packed.outputs, packed.h], activation)
     return y
+
+
+def _run(kernel: str, x: Tensor, others: Sequence[Tensor | None], sizes: Sequence[object], activation: str) -> None:
+    """Call a kernel with the input, the other tensors and their sizes."""
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (x, *others)]
+    how = (ACTIVATIONS[activation][0], x.dtype == torch.bfloat16, torch.get_num_threads())
+    if getattr(_kernels(), kernel)(*pointers, *sizes, *how):
+        raise MemoryError("a sparse layer found no memory for its rearranged input")
+
+
+def _kernels() -> ctypes.CDLL:
+    found = library()
+    if found is None:
+        raise RuntimeError(f"the compiled kernels are not there ({status()}); use linear_torch or conv_torch")
+    return found
 
 
 def linear_torch(x: Tensor, weight: Tensor, bias: Tensor, activation: str) -> Tensor:
@@ -166,24 +164,6 @@ def conv_torch(
     """The same in plain torch, from the dense weight as a matrix or in its own shape."""
     weight = weight.reshape(weight.shape[0], conv.channels // conv.groups, *conv.kernel).to(x.dtype)
     bias = bias[: weight.shape[0]].to(x.dtype)
-    if min(conv.out_size(*x.shape[-2:])) < 1:
-        size = f"{x.shape[-2]}×{x.shape[-1]}"
-        raise ValueError(f"an image of {size} is smaller than the kernel {conv.kernel} with its padding")
+    conv.out_size(*x.shape[-2:])  # or its error
     y = F.conv2d(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
     return ACTIVATIONS[activation][1](y if residual is None else y + residual)
-
-
-def _kernels() -> ctypes.CDLL:
-    found = library()
-    if found is None:
-        raise RuntimeError(f"the compiled kernels are not there ({status()}); use linear_torch or conv_torch")
-    return found
-
-
-def _pointers(*tensors: Tensor | None) -> list[int]:
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-def _check(failed: int) -> None:
-    if failed:
-        raise MemoryError("a sparse layer found no memory for its rearranged input")

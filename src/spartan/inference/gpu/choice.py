@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spartan.inference.cpu.choice import DENSE_ABOVE, measured, reason
+from spartan.inference.cpu.choice import DENSE_ABOVE, fastest, measured
 from spartan.inference.gpu import ops
-from spartan.inference.gpu.layers import SemiStructuredLinear, TileLinear, two_of_four
+from spartan.inference.gpu.layers import DeviceLinear, SemiStructuredLinear, TileLinear, two_of_four
 from spartan.inference.gpu.ops import Launch
 from spartan.inference.gpu.tiles import Tiling, blocks_of, plan
-from spartan.inference.runtime import DenseLinear, DeviceLinear
+from spartan.inference.runtime import DenseLinear
 
 VERSION = 2  # of the kernel: times of another do not count
-CALLS, ROUNDS, TILINGS_TIMED, SHOWN = 10, 5, 2, 4
+CALLS, ROUNDS, TILINGS_TIMED = 10, 5, 2
 TILINGS = [
     *(Tiling(n, 64, 64, 64) for n in (64, 128)),
     *(Tiling(64, 64, p, q) for p, q in ((64, 32), (32, 64), (64, 16), (16, 64))),
@@ -50,22 +50,6 @@ class TileKernel:
 
     def __str__(self) -> str:
         return f"tiles {self.tiling}, {self.launch}"
-
-
-def wide(count: int, seed: int = 0) -> list[Launch]:
-    """Launches drawn at random from all that make sense: to find better ones for `LAUNCHES`."""
-    every = [
-        Launch(tokens, warps, stages, span, loads)
-        for tokens in (64, 128, 256)
-        for warps in (4, 8)
-        for stages in (2, 3, 4, 5)
-        for span in (32, 64, 128, 256, 512, 1024, 4096)
-        for loads in ("async", "tma", "tma in")
-        if tokens >= 16 * warps
-    ]
-    every += [Launch(tokens, 4, 1, span, "l1") for tokens in (64, 128) for span in (512, 1024, 4096)]
-    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed)).tolist()
-    return [every[i] for i in order[:count]]
 
 
 def estimate(keep: Tensor, tiling: Tiling, shape: tuple[int, int]) -> tuple[float, float]:
@@ -164,14 +148,7 @@ def choose(
         named["dense"] = None
     shares = [f"{tiling} {share:.2g}" for tiling, share in options]
     case = [machine(), "linear", tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]
-    times = measured(case, lambda: measure(layer, shape, dtype, named), named)
-    ranked = sorted((name for name in times if times[name] < math.inf), key=lambda name: times[name])
-    failed = len(times) - len(ranked)
-    note = f"; {failed} of {len(times)} kernels failed" if failed else ""
-    if not ranked:
-        return None, f"{zeros:.1%} zeros{note}"
-    shown = {name: times[name] for name in ranked if name in ranked[:SHOWN] or name == "dense"}
-    return named[ranked[0]], reason(zeros, shape, shown) + note
+    return fastest(named, zeros, shape, measured(case, lambda: measure(layer, shape, dtype, named), named))
 
 
 def measure(
