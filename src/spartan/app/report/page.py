@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from spartan.app.report.series import plain
 from spartan.app.report.several import comparison_page
 from spartan.app.report.single import run_page
 from spartan.app.report.words import escape
@@ -33,24 +33,31 @@ _WATCH = """
 """
 
 
-def write_report(run: Path, out: Path | None = None) -> Path:
-    """Write the page of a run, or of a folder that holds several; returns where it is (report.html inside by default)."""
-    out = run / "report.html" if out is None else out
-    if is_run(run):
-        title, (body, charts) = run.resolve().name, run_page(RunFolder(run))
-    else:
-        title, (body, charts) = run.resolve().name, comparison_page(run, find_runs([run]), out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(out, _page(title, body, {"charts": charts}).encode())
+def write_report(folder: Path) -> Path:
+    """Write the page of a run, or of a folder that holds several, as report.html inside; returns where it is."""
+    body, charts = run_page(RunFolder(folder)) if is_run(folder) else comparison_page(folder, find_runs([folder]))
+    out = folder / "report.html"
+    replace_file(out, _page(folder.resolve().name, body, {"charts": charts}).encode())
     return out
 
 
 def to_script(data: Any) -> str:
     """JSON that can stand inside a <script> element, whatever texts it holds."""
-    text = json.dumps(plain(data), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(_plain(data), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
+
+
+def _plain(value: Any) -> Any:
+    """The value with NaN and infinity as null and numbers at six digits, which is finer than any screen."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
 
 
 def _asset(name: str) -> str:

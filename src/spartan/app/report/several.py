@@ -15,7 +15,7 @@ from spartan.app.report.words import NONE, Cell, count, duration, escape, figure
 from spartan.app.runs import RunFolder, number
 
 
-def comparison_page(folder: Path, runs: Sequence[RunFolder], out: Path) -> tuple[str, list[Chart]]:
+def comparison_page(folder: Path, runs: Sequence[RunFolder]) -> tuple[str, list[Chart]]:
     """The page's body, and its charts."""
     rows = rows_of(runs)
     charts = _charts(rows)
@@ -34,7 +34,7 @@ def comparison_page(folder: Path, runs: Sequence[RunFolder], out: Path) -> tuple
         body += f"<section><h2>Accuracy</h2>{chart_grid(charts)}</section>"
     if rows:
         body += f'<section><h2>Methods</h2><div class="card">{_row_table(rows)}</div></section>'
-    runs_table = table([_run_cells(run, out) for run in runs], "Every run", text=3)
+    runs_table = table([_run_cells(run, folder) for run in runs], "Every run", text=3)
     body += f'<section><h2>Runs</h2><div class="card">{runs_table}</div></section>'
     return body, charts
 
@@ -74,11 +74,11 @@ def _plus_minus(row: Row, key: str) -> Cell:
     return percent(mean) + ("" if std is None else f" ± {100 * std:.2f}"), mean
 
 
-def _run_cells(run: RunFolder, out: Path) -> dict[str, Cell]:
+def _run_cells(run: RunFolder, folder: Path) -> dict[str, Cell]:
     scores = run.summary or {"top1": run.epochs[-1].get("top1") if run.epochs else None}
     # The run's page where it has one, else its folder, relative to the page that links to it.
     page = run.folder / "report.html"
-    address = os.path.relpath(page if page.is_file() else run.folder, out.parent).replace(os.sep, "/")
+    address = os.path.relpath(page if page.is_file() else run.folder, folder).replace(os.sep, "/")
     return {
         "run": (run.name, run.name, f'<a href="{escape(quote(address))}">{escape(run.name)}</a>'),
         "method": run.method,
