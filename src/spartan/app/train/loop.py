@@ -25,7 +25,7 @@ from spartan.app.train.data import Data, build_data, seed_of
 from spartan.app.train.display import Display
 from spartan.app.train.metrics import Metrics
 from spartan.app.train.mixing import mix_batch
-from spartan.app.train.parallel import distribute
+from spartan.app.train.parallel import distribute, gathered
 from spartan.app.train.processes import StopAgreement, choose_device, current
 from spartan.app.train.setup import build_cost, build_model, build_optimizer, build_sparsifier, lr_at
 from spartan.app.train.signals import Interrupted, StopSignals
@@ -223,7 +223,7 @@ class Trainer:
     def _remember_masks(self) -> None:
         masks = list(self.sparsifier.masks().values())
         stride = -(-sum(m.numel() for m in masks) // MASK_SAMPLE)
-        self.masks.append(torch.cat([self.parallel.gathered(m).reshape(-1)[::stride] for m in masks]).cpu())
+        self.masks.append(torch.cat([gathered(m).reshape(-1)[::stride] for m in masks]).cpu())
 
     # ------------------------------------------------------------------ saving
 

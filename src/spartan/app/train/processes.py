@@ -255,28 +255,23 @@ def _name_the_meeting(store: Store, us: Processes, deadline: float) -> str:
     word of its own under `hello`, over that of its predecessor; the first answers under that word, which nobody has used
     before, with a word for all; and it waits until everyone says that they have it.
     """
-    mine, here, answered = uuid.uuid4().hex, {us.rank}, {us.rank: ""}
+    mine, missing = uuid.uuid4().hex, set(range(1, us.world))
     if not us.first:
         store.set(f"hello/{us.rank}", mine)
     while time.monotonic() < deadline:
-        if not us.first:
-            if store.check([f"welcome/{mine}"]):
-                ours = store.get(f"welcome/{mine}").decode()
-                store.set(f"here/{ours}/{us.rank}", "")
-                return ours
-        else:
-            for rank in set(range(us.world)) - here:
-                if store.check([f"here/{mine}/{rank}"]):
-                    here.add(rank)
-                elif store.check([f"hello/{rank}"]) and (theirs := store.get(f"hello/{rank}").decode()) != answered.get(
-                    rank
-                ):
-                    store.set(f"welcome/{theirs}", mine)
-                    answered[rank] = theirs
-            if len(here) == us.world:
+        if us.first:
+            missing = {rank for rank in missing if not store.check([f"here/{mine}/{rank}"])}
+            if not missing:
                 return mine
+            for rank in missing:
+                if store.check([f"hello/{rank}"]):
+                    store.set(f"welcome/{store.get(f'hello/{rank}').decode()}", mine)
+        elif store.check([f"welcome/{mine}"]):
+            ours = store.get(f"welcome/{mine}").decode()
+            store.set(f"here/{ours}/{us.rank}", "")
+            return ours
         time.sleep(0.01)
-    raise Stopped(f"{len(here)} of {us.world} are here" if us.first else "process 0 did not answer")
+    raise Stopped(f"{us.world - len(missing)} of {us.world} are here" if us.first else "process 0 did not answer")
 
 
 def _common_error(us: Processes, store: Store, error: Exception) -> Exception:
