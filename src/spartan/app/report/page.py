@@ -8,8 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from spartan.app.report.several import comparison_page
-from spartan.app.report.single import run_page
+from spartan.app.report.pages import comparison_page, run_page
 from spartan.app.report.words import escape
 from spartan.app.runs import RunFolder, find_runs, is_run
 from spartan.disk import replace_file

@@ -73,13 +73,6 @@ def ratio(part: Any, whole: Any) -> float | None:
     return None if a is None or not b else a / b
 
 
-def card(label: str, value: str, note: str = "", main: bool = False) -> str:
-    """One figure."""
-    kind = "card figure main" if main else "card figure"
-    small = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f'<div class="{kind}"><p class="label">{escape(label)}</p><p class="value">{escape(value)}</p>{small}</div>'
-
-
 def figure(value: Any, show: Callable[..., str], *options: Any) -> Cell:
     """A number as `show` writes it, sorted by its value."""
     return show(value, *options), number(value)

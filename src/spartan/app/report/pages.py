@@ -1,12 +1,17 @@
-"""Writes the page of one run."""
+"""Writes the pages: that of one run, and that which compares the runs of a folder."""
 
 from __future__ import annotations
 
+import os
 import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from spartan.app.report.charts import Chart, exploration_charts, layer_charts, sparsity_charts, training_charts
-from spartan.app.report.words import Cell, card, count, duration, escape, figure, percent, ratio, short, size, table
+from spartan.app.report.charts import Chart, exploration_charts, layer_charts, line, sparsity_charts, training_charts
+from spartan.app.report.compare import Row, curves_of, panels_of, rows_of
+from spartan.app.report.words import NONE, Cell, count, duration, escape, figure, percent, ratio, short, size, table
 from spartan.app.runs import RunFolder, number
 
 LAST_EPOCH = (
@@ -64,12 +69,11 @@ def _notices(run: RunFolder) -> str:
     texts = []
     if not run.finished:
         texts.append(f"This run is {run.status}; figures are those of the last epoch it reached.")
-    lost = next((r for r in run.steps if "loss" in r and number(r["loss"]) is None), None)
-    if lost is not None:
-        texts.append(f"The training loss was no longer a number at step {count(lost['step'])}.")
+    for lost in [r["step"] for r in run.steps if "loss" in r and number(r["loss"]) is None][:1]:
+        texts.append(f"The training loss was no longer a number at step {count(lost)}.")
     if run.damaged_lines:
-        lines = "1 line" if run.damaged_lines == 1 else f"{run.damaged_lines} lines"
-        texts.append(f"{lines} of metrics.jsonl could not be read and {'is' if lines[0] == '1' else 'are'} left out.")
+        lines = "1 line {} and is" if run.damaged_lines == 1 else f"{run.damaged_lines} lines {{}} and are"
+        texts.append(lines.format("of metrics.jsonl could not be read") + " left out.")
     if not run.recipe:
         texts.append("recipe.yaml could not be read.")
     return "".join(f'<p class="notice" role="note">{escape(t)}</p>' for t in texts)
@@ -81,7 +85,7 @@ def _cards(run: RunFolder) -> str:
     top1, top5 = s.get("top1", last.get("top1")), s.get("top5", last.get("top5"))
     density = number(last.get("density"))
     sparsity = s.get("achieved_sparsity", None if density is None else 1 - density)
-    seconds = s.get("seconds", sum(number(e.get("seconds")) or 0 for e in run.epochs) or None)
+    seconds = s.get("seconds", last.get("seconds"))
     flops = ratio(s.get("flops_sparse"), s.get("flops_dense"))
     smaller = ratio(s.get("dense_bytes"), s.get("model_bytes"))
     below = ""
@@ -92,14 +96,19 @@ def _cards(run: RunFolder) -> str:
     work = "of dense" if flops is None else f"of dense; {short(s['flops_sparse'])} of {short(s['flops_dense'])}"
     epoch = f"epoch {last['epoch']}" if last else "no epoch yet"
     cards = [
-        card("Top-1, last epoch", percent(top1), f"{epoch}; top-5 {percent(top5)}", main=True),
-        card("Achieved sparsity", percent(sparsity), f"asked: {100 * run.sparsity:g}%"),
-        card("Nonzero weights", short(s.get("nonzero")), nonzero),
-        card("FLOPs", percent(flops, 1), work if s else "when it finishes"),
-        card("File size", size(s.get("model_bytes")), below if s else "when it finishes"),
-        card("Time", duration(seconds), f"{short(speed)} images/s"),
+        ("Top-1, last epoch", percent(top1), f"{epoch}; top-5 {percent(top5)}"),
+        ("Achieved sparsity", percent(sparsity), f"asked: {100 * run.sparsity:g}%"),
+        ("Nonzero weights", short(s.get("nonzero")), nonzero),
+        ("FLOPs", percent(flops, 1), work if s else "when it finishes"),
+        ("File size", size(s.get("model_bytes")), below if s else "when it finishes"),
+        ("Time", duration(seconds), f"{short(speed)} images/s"),
     ]
-    return f'<div class="figures">{"".join(cards)}</div>'
+    html = ""
+    for i, (label, value, note) in enumerate(cards):
+        small = f'<p class="note">{escape(note)}</p>' if note else ""
+        html += f'<div class="card figure{"" if i else " main"}"><p class="label">{escape(label)}</p>'
+        html += f'<p class="value">{escape(value)}</p>{small}</div>'
+    return f'<div class="figures">{html}</div>'
 
 
 def _why_empty(run: RunFolder, title: str, charts: list[Chart]) -> str:
@@ -172,3 +181,106 @@ def _reproduce(run: RunFolder) -> str:
 
 def _copyable(text: str) -> str:
     return f'<div class="copy"><button type="button">Copy</button><pre tabindex="0">{escape(text.rstrip())}</pre></div>'
+
+
+# ---------------------------------------------------------------------- several runs
+
+
+def comparison_page(folder: Path, runs: Sequence[RunFolder]) -> tuple[str, list[Chart]]:
+    """The page's body, and its charts."""
+    rows = rows_of(runs)
+    charts = _charts(rows)
+    finished = sum(run.finished for run in runs)
+    unfinished = len(runs) - finished
+    facts = f"{finished} finished {'run' if finished == 1 else 'runs'}"
+    facts += f", {unfinished} unfinished (listed, not in the means)" if unfinished else ""
+    spread = "± is the sample standard deviation over seeds (n − 1)."
+    nothing = "" if rows else '<p class="notice" role="note">No run has finished yet.</p>'
+    body = (
+        f'<header><div><p class="label">Spartan comparison</p><h1>{escape(folder.resolve().name)}</h1>'
+        f'<p class="facts">{escape(facts)}</p></div></header>{nothing}'
+        f'<p class="note lead">{escape(LAST_EPOCH)} {spread}</p>'
+    )
+    if charts:
+        body += f"<section><h2>Accuracy</h2>{chart_grid(charts)}</section>"
+    if rows:
+        body += f'<section><h2>Methods</h2><div class="card">{_row_table(rows)}</div></section>'
+    runs_table = table([_run_cells(run, folder) for run in runs], "Every run", text=3)
+    body += f'<section><h2>Runs</h2><div class="card">{runs_table}</div></section>'
+    return body, charts
+
+
+def _row_table(rows: Sequence[Row]) -> str:
+    hidden = set() if len(panels_of(rows)) > 1 else {"data", "model"}
+    hidden |= set() if any(row.extra for row in rows) else {"setting"}
+    cells = [{key: cell for key, cell in _row_cells(row).items() if key not in hidden} for row in rows]
+    note = '<p class="note">FLOPs are a fraction of the dense model’s. A click on a heading sorts.</p>'
+    return table(cells, "Means over seeds, by method and sparsity", text=4 - len(hidden)) + note
+
+
+def _row_cells(row: Row) -> dict[str, Cell]:
+    return {
+        "data": row.data,
+        "model": row.model,
+        "method": row.method,
+        "setting": row.setting or NONE,
+        "sparsity": (f"{100 * row.sparsity:g}%", row.sparsity),
+        "runs": (str(len(row.runs)), len(row.runs)),
+        "top-1": _plus_minus(row, "top1"),
+        "top-5": _plus_minus(row, "top5"),
+        "achieved sparsity": figure(row.mean("achieved_sparsity"), percent),
+        "nonzero": figure(row.mean("nonzero"), count),
+        "FLOPs": figure(row.flops, percent, 1),
+        "file": figure(row.mean("model_bytes"), size),
+        "dense file": figure(row.mean("dense_bytes"), size),
+        "time": figure(row.mean("seconds"), duration),
+    }
+
+
+def _plus_minus(row: Row, key: str) -> Cell:
+    mean, std = row.percent(key)
+    return (NONE if mean is None else f"{mean:.2f}%") + ("" if std is None else f" ± {std:.2f}"), number(row.mean(key))
+
+
+def _run_cells(run: RunFolder, folder: Path) -> dict[str, Cell]:
+    scores = run.summary or {"top1": run.epochs[-1].get("top1") if run.epochs else None}
+    # The run's page where it has one, else its folder, relative to the page that links to it.
+    page = run.folder / "report.html"
+    address = os.path.relpath(page if page.is_file() else run.folder, folder).replace(os.sep, "/")
+    return {
+        "run": (run.name, run.name, f'<a href="{escape(quote(address))}">{escape(run.name)}</a>'),
+        "method": run.method,
+        "state": run.status,
+        "sparsity": (f"{100 * run.sparsity:g}%", run.sparsity),
+        "seed": (str(run.seed), run.seed),
+        "top-1": figure(scores.get("top1"), percent),
+        "achieved sparsity": figure(scores.get("achieved_sparsity"), percent),
+        "time": figure(scores.get("seconds"), duration),
+    }
+
+
+def _charts(rows: Sequence[Row]) -> list[Chart]:
+    """Accuracy against sparsity and, where FLOPs are known, against FLOPs; for every data set and model."""
+    panels, y = panels_of(rows), {"label": "top-1 (%)", "unit": "%", "limits": [0, 100]}
+    axes: list[tuple[str, str, dict[str, Any], Callable[[Row], float]]] = [
+        ("sparsity", "sparsity", {"label": "sparsity (%)", "scale": "sparsity"}, lambda row: row.sparsity),
+        ("flops", "FLOPs", {"label": "FLOPs (% of dense)", "scale": "log"}, lambda row: row.flops),
+    ]
+    charts: list[Chart] = []
+    for i, ((data, model), members) in enumerate(panels.items()):
+        where = f": {model} on {data}" if len(panels) > 1 else ""
+        dense, lines = curves_of([row for row in members if row.percent("top1")[0] is not None])
+        levels = [dict(zip(("y", "error"), row.percent("top1"), strict=True), name=row.label) for row in dense]
+        for key, word, x, at in axes:
+            series: list[Chart] = []
+            for label, found in lines.items():
+                points = [(100 * at(row), *row.percent("top1")) for row in found if (number(at(row)) or 0) > 0]
+                if points:
+                    xs, ys, errors = zip(*sorted(points, key=lambda p: p[0]), strict=True)
+                    # Six colours; then the dashes change.
+                    dash = ("", "6 3", "2 3")[len(series) // 6 % 3]
+                    series.append(line(label, xs, ys, error=errors, dots=True, marker=len(series), dash=dash))
+            chart = {"id": f"{key}-{i}", "title": f"Accuracy against {word}{where}", "x": {**x, "unit": "%"}, "y": y}
+            note = "Last-epoch top-1, mean over seeds; bars show ± one standard deviation."
+            charts += [{**chart, "note": note, "series": series, "lines": levels}] if series else []
+    return charts
