@@ -118,19 +118,13 @@ def _web_dataset(config: Config) -> tuple[ImageTable, ImageTable]:
         raise RecipeError(f"data.path: {path} matches no .tar file; give a folder or a pattern of shards")
     shards: dict[str, list[str]] = {"train": [], "val": []}
     for file in found:
-        shards.get(_train_or_val(file), []).append(file)
+        names = (os.path.basename(name) for name in (file, os.path.dirname(os.path.abspath(file))))
+        parts = (match[1] for name in names if (match := re.search(r"(?:^|[-_.])(train|val)", name)))
+        shards.get(next(parts, ""), []).append(file)
     for part, files in shards.items():
         if not files:
             raise RecipeError(f"data.path: {path} has no shards for {part}: names (or folders) must start with {part}")
     return _table_of_shards(shards["train"]), _table_of_shards(shards["val"])
-
-
-def _train_or_val(file: str) -> str:
-    for name in (os.path.basename(file), os.path.basename(os.path.dirname(os.path.abspath(file)))):
-        for word in re.split(r"[-_.]", name):
-            if word.startswith(("train", "val")):
-                return "train" if word.startswith("train") else "val"
-    return ""
 
 
 def braces(pattern: str) -> list[str]:
@@ -140,12 +134,10 @@ def braces(pattern: str) -> list[str]:
         if "{" in pattern or "}" in pattern:
             raise RecipeError(f"data.path: the braces in {pattern!r} do not match")
         return [pattern]
-    span = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
-    if span:
-        low, high = int(span[1]), int(span[2])
-        inner = [str(i).zfill(len(span[1])) for i in range(min(low, high), max(low, high) + 1)]
-    else:
-        inner = match[1].split(",")
+    inner = match[1].split(",")
+    if span := re.fullmatch(r"(\d+)\.\.(\d+)", match[1]):
+        low, high = sorted(map(int, span.groups()))
+        inner = [str(i).zfill(len(span[1])) for i in range(low, high + 1)]
     return [out for text in inner for out in braces(pattern[: match.start()] + text + pattern[match.end() :])]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import io
@@ -52,7 +51,9 @@ class Images(Dataset[Sample | RecipeError]):
             reason = "no known format" if isinstance(error, UnidentifiedImageError) else error
             return RecipeError(f"data.path: an image in {self.table.name(index)} cannot be read ({reason})")
         transform = _transform(self.size, self.randaugment, self.train)
-        with _seeded(seed_of(self.seed, epoch, index)):
+        with torch.random.fork_rng(devices=[]):
+            # The CPU's generator alone; `torch.manual_seed` would reseed the GPU's as well.
+            torch.default_generator.manual_seed(seed_of(self.seed, epoch, index))
             return transform(image), int(self.table.label[index])
 
 
@@ -68,17 +69,6 @@ def _transform(size: int, randaugment: tuple[int, int] | None, train: bool) -> C
         steps = [v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size)]
     transform: Callable[[Any], Tensor] = v2.Compose([*steps, v2.PILToTensor()])
     return transform
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """torch's CPU generator at a seed, and back; `torch.manual_seed` would reseed the GPU's as well."""
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(state)
 
 
 class Batches:
@@ -170,10 +160,10 @@ def _leave_signals(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        threading.Thread(target=_end_with_parent, daemon=True).start()
 
+        def end_with_parent() -> None:
+            while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
+                pass
+            os._exit(0)
 
-def _end_with_parent() -> None:
-    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
-        pass
-    os._exit(0)
+        threading.Thread(target=end_with_parent, daemon=True).start()
