@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spartan.files import codes, nm
-from spartan.files.bits import byte_count
+from spartan.files.codes import byte_count
 from spartan.problem.patterns import Pattern
 from spartan.problem.patterns.block import Block
 

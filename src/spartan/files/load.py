@@ -255,21 +255,19 @@ def unpack_all(contents: Contents) -> dict[str, Tensor]:
         try:
             if spec.code is None:
                 tensors[name] = container.tensor(name)
-            else:
-                index = container.flat(format.BYTES, spec.bytes_at, spec.index_bytes)
-                with torch.device("cpu"):
-                    tensors[name] = unpack(spec.shape, spec.code, _values(container, spec), index)
+                continue
+            index = container.flat(format.BYTES, spec.bytes_at, spec.index_bytes)
+            with torch.device("cpu"):
+                if spec.exponents is None:
+                    pool = f"{format.VALUES}{format.dtype_name(spec.dtype)}"
+                    values = container.flat(pool, spec.values_at, spec.kept)
+                else:
+                    data = container.flat(format.BYTES, spec.bytes_at + spec.index_bytes, spec.value_bytes)
+                    values = decode_values(CodedValues(spec.exponents, spec.k, data), spec.dtype, spec.kept)
+                tensors[name] = unpack(spec.shape, spec.code, values, index)
         except ValueError as error:
             raise ValueError(f"{container.path}: is damaged: {ascii(name)[:80]}: {error}") from None
     return tensors | {alias: tensors[name] for alias, name in contents.aliases.items()}
-
-
-def _values(container: format.Container, spec: Spec) -> Tensor:
-    """The kept entries of a packed tensor."""
-    if spec.exponents is None:
-        return container.flat(f"{format.VALUES}{format.dtype_name(spec.dtype)}", spec.values_at, spec.kept)
-    data = container.flat(format.BYTES, spec.bytes_at + spec.index_bytes, spec.value_bytes)
-    return decode_values(CodedValues(spec.exponents, spec.k, data), spec.dtype, spec.kept)
 
 
 def unpack(shape: tuple[int, ...], code: Code, values: Tensor, index: Tensor) -> Tensor:

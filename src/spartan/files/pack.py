@@ -76,7 +76,9 @@ def save(
     if pattern is not None:
         check_pattern(pattern)
     model = unwrap(model)
-    _check_model(model)
+    # A copy made for inference has merged layers, which hold their weights in the kernels' own form.
+    if any(type(module).__module__.startswith("spartan.inference.") for module in model.modules()):
+        raise ValueError("the model runs sparse kernels: it is a copy made by load; save the model it was made from")
     state, aliases = state_of(model)
     reference = reference_of(model, architecture, {name: tuple(t.shape) for name, t in state.items()})
     tensors: dict[str, Tensor] = {}
@@ -204,12 +206,6 @@ def _common_pattern(packed: Mapping[str, PackedTensor]) -> str:
 
 def _json(what: object) -> str:
     return json.dumps(what, separators=(",", ":"), ensure_ascii=False)
-
-
-def _check_model(model: nn.Module) -> None:
-    """Refuse a copy made for inference, whose layers are merged and hold their weights in the kernels' own form."""
-    if any(type(module).__module__.startswith("spartan.inference.") for module in model.modules()):
-        raise ValueError("the model runs sparse kernels: it is a copy made by load; save the model it was made from")
 
 
 def _check_storable(name: str, tensor: object) -> None:
