@@ -64,9 +64,6 @@ def build_model(
     return digits_cnn(classes, shape[0]) if name == "digits-cnn" else resnet18_cifar(classes, shape[0])
 
 
-# ---------------------------------------------------------------------- our own
-
-
 def digits_cnn(classes: int = 10, channels: int = 1) -> nn.Sequential:
     """Three convolutions with batch norm and a linear classifier: 56,224 weights for 10 classes."""
 
@@ -137,9 +134,6 @@ def _he(layer: nn.Conv2d) -> nn.Conv2d:
     return layer
 
 
-# ---------------------------------------------------------------------- others'
-
-
 def _torchvision_model(name: str, classes: int, shape: Shape, given: dict[str, Any], source: str) -> nn.Module:
     models = torchvision().models
     known = models.list_models(module=models)
@@ -204,8 +198,6 @@ def _call(function: Callable[..., nn.Module], name: str, arguments: dict[str, An
         told = f" with model_args {given}" if given else ""
         raise ValueError(f"model: {name} cannot be built{told}: {one_line(error)}") from error
 
-
-# ---------------------------------------------------------------------- others' modules
 
 _declarations: list[torch.library.Library] = []  # a declaration lasts as long as its library object
 

@@ -105,8 +105,6 @@ class RunFolder:
         """Epochs in the recipe."""
         return int(number(self.recipe.get("epochs")) or 0)
 
-    # ------------------------------------------------------------------ what was measured on the way
-
     @cached_property
     def _metrics(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
         """Steps and epochs in order, and how many lines could not be read; of lines for the same step the last counts."""
@@ -159,9 +157,6 @@ def _json(path: Path) -> dict[str, Any] | None:
     except ValueError:
         return None
     return values if isinstance(values, dict) else None
-
-
-# ---------------------------------------------------------------------- finding runs
 
 
 def is_run(folder: Path) -> bool:
@@ -217,9 +212,6 @@ def result_line(summary: Mapping[str, Any]) -> str:
         f"top-1 {summary['top1']:.2%}, sparsity {summary['achieved_sparsity']:.2%}, "
         f"{summary['nonzero']:,} nonzero weights, {summary['seconds']:.1f} s"
     )
-
-
-# ---------------------------------------------------------------------- which runs are the same
 
 
 def data_name(config: Config) -> str:

@@ -135,9 +135,6 @@ def read(path: str | os.PathLike[str], *, max_bytes: int | None = None) -> dict[
     return unpack_all(contents)
 
 
-# ---------------------------------------------------------------------- what the file claims
-
-
 def open_file(path: str | os.PathLike[str]) -> Contents:
     """Read and check a file: its checksum, and everything that its header says, before any tensor is unpacked."""
     with torch.device("cpu"):  # whatever the default is
@@ -243,9 +240,6 @@ def build_named(contents: Contents, remedy: str) -> nn.Module:
     for name, tensor in model.state_dict(keep_vars=True).items():
         tensor.data = tensor.data.to(contents.specs[contents.aliases.get(name, name)].dtype)
     return model.eval()
-
-
-# ---------------------------------------------------------------------- unpacking
 
 
 def unpack_all(contents: Contents) -> dict[str, Tensor]:

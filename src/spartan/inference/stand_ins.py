@@ -118,9 +118,6 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
     return mask.to(like.dtype)
 
 
-# ---------------------------------------------------------------------- max pooling
-
-
 class MaxPool(nn.Module):
     """`nn.MaxPool2d` by the maximum of shifted rows, then of shifted columns: exact, NaN included.
 
@@ -173,9 +170,6 @@ def _shifted_max(x: Tensor, dim: int, k: int, s: int, p: int) -> Tensor:
             part = out.narrow(dim, low, high - low)
             torch.maximum(part, seen, out=part)
     return out
-
-
-# ---------------------------------------------------------------------- convolutions without overlap
 
 
 class PatchConv(nn.Module):

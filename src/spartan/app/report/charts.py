@@ -187,9 +187,6 @@ def _is_histogram(value: Any) -> bool:
     return isinstance(value, list) and len(value) > 0 and all(number(v) is not None for v in value) and sum(value) > 0
 
 
-# ---------------------------------------------------------------------- of a run
-
-
 def _steps_per_epoch(run: RunFolder) -> float | None:
     total = total_steps(run)
     return total / run.planned_epochs if total and run.planned_epochs else None
@@ -234,9 +231,6 @@ def kept_bits(run: RunFolder) -> npt.NDArray[np.bool_] | None:
         return np.unpackbits(bits, axis=1, count=n).astype(bool)
     except (OSError, KeyError, ValueError, TypeError, EOFError, zipfile.BadZipFile):
         return None
-
-
-# ---------------------------------------------------------------------- numbers
 
 
 def downsample(

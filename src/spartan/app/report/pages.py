@@ -183,9 +183,6 @@ def _copyable(text: str) -> str:
     return f'<div class="copy"><button type="button">Copy</button><pre tabindex="0">{escape(text.rstrip())}</pre></div>'
 
 
-# ---------------------------------------------------------------------- several runs
-
-
 def comparison_page(folder: Path, runs: Sequence[RunFolder]) -> tuple[str, list[Chart]]:
     """The page's body, and its charts."""
     rows = rows_of(runs)

@@ -66,9 +66,6 @@ class ImageTable:
         return order
 
 
-# ---------------------------------------------------------------------- imagefolder
-
-
 def _image_folder(config: Config) -> tuple[ImageTable, ImageTable]:
     """path/train/CLASS/**/image and path/val/CLASS/**/image; classes count in the order of their names."""
     root = source_path(config)
@@ -98,9 +95,6 @@ def _table_of_folder(root: Path, classes: Sequence[str]) -> ImageTable:
         labels += [label] * len(found)
     start, whole = np.zeros(len(files), np.int64), np.full(len(files), -1, np.int64)
     return ImageTable(np.array(files), np.arange(len(files)), start, whole, np.array(labels, np.int64), len(classes))
-
-
-# ---------------------------------------------------------------------- webdataset
 
 
 def _web_dataset(config: Config) -> tuple[ImageTable, ImageTable]:

@@ -129,9 +129,6 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, torch.where(std > 0, std, 1.0)
 
 
-# ---------------------------------------------------------------------- reading
-
-
 def _read(config: Config) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x_train, y_train, x_test, y_test, checked; images NCHW as uint8 or float32."""
     source, path = config.data.source, config.data.path

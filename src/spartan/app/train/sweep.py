@@ -43,9 +43,6 @@ class Outcome:
     reason: str = ""
 
 
-# ---------------------------------------------------------------------- the grid
-
-
 def split_values(text: str) -> list[str]:
     """`a,b,[c,d]` → a | b | [c,d]: commas inside brackets, braces and quotes do not separate. Empty if one has no value."""
     listed = f"[{text}]"
@@ -109,9 +106,6 @@ def _name(config: Config, varied: Sequence[str]) -> str:
     if len(extra) > 100:
         extra = "-" + hashlib.sha256(extra.encode()).hexdigest()[:8]
     return re.sub(r"[^\w.=+-]+", "_", f"{config.method}-{config.sparsity:g}{extra}-seed{config.seed}")
-
-
-# ---------------------------------------------------------------------- running
 
 
 class Sweep:
@@ -198,9 +192,6 @@ def _reason(code: int, log: Path, begin: int, lines: int = 3) -> str:
         text = [line for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return "\n".join([f"{how}; log: {log}", *text[-lines:]])
-
-
-# ---------------------------------------------------------------------- showing
 
 
 class SweepDisplay(ProgressBar):
