@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spartan.inference.cpu import build, library, ops
-from spartan.inference.cpu.packed import pack, stored, unpack
+from spartan.inference.cpu.ops import pack, stored, unpack
 
 needs_kernels = pytest.mark.skipif(library.library() is None, reason=f"no compiled kernels here: {library.status()}")
 ISAS = {"portable": 0, "avx2": 1, "avx512": 2}
@@ -184,7 +184,7 @@ def test_threads_change_nothing() -> None:
 def test_threads_without_openmp() -> None:
     """As on systems where torch brings no OpenMP that the library knows."""
     code = (
-        "import torch; from spartan.inference.cpu import library, ops; from spartan.inference.cpu.packed import pack\n"
+        "import torch; from spartan.inference.cpu import library, ops; from spartan.inference.cpu.ops import pack\n"
         "library.library().spartan_use_openmp(None); torch.set_num_threads(3)\n"
         "w, x = torch.randn(64, 64), torch.randn(100, 64)\n"
         "packed = pack(w, 16, 8)\n"

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from spartan.inference.cpu import ops
 from spartan.inference.cpu.library import library
-from spartan.inference.cpu.ops import ACTIVATIONS, DTYPES, Conv
-from spartan.inference.cpu.packed import PackedMatrix, pack, unpack
+from spartan.inference.cpu.ops import ACTIVATIONS, DTYPES, Conv, PackedMatrix, pack, unpack
 
 F = TypeVar("F", bound=Callable[..., Any])
 # How a weight is packed: ("rows", h, g) and ("lanes", h, 1) are the two kernels of kernels.cpp.

@@ -17,7 +17,7 @@ import torch
 
 from spartan.disk import replace_file
 from spartan.inference.cpu.library import cache_folder, library, status
-from spartan.inference.cpu.packed import stored
+from spartan.inference.cpu.ops import stored
 from spartan.inference.runtime import DenseConv2d, DenseLinear, Kernel, SparseConv2d, SparseLinear, name_of
 
 K = TypeVar("K")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
@@ -123,14 +124,7 @@ def build(layer: DenseLinear, kernel: TileKernel | str) -> DeviceLinear:
 def choose(
     layer: DenseLinear, shape: tuple[int, ...], dtype: torch.dtype, kernels: str
 ) -> tuple[TileKernel | str | None, str]:
-    """The kernel for a layer and the reason, in a few words; None is torch's dense product.
-
-    Args:
-        layer: holds the weight.
-        shape: of the input.
-        dtype: of the input.
-        kernels: "auto", or "sparse" to leave the dense product out.
-    """
+    """The kernel for a layer and the reason, in a few words, as the choice for a CPU: None is torch's dense product."""
     zeros = 1.0 - float((layer.weight != 0).float().mean())
     if not ops.available(layer.weight.device):
         return None, f"{zeros:.1%} zeros; {ops.status()}"
@@ -198,13 +192,11 @@ def timed(runs: Mapping[str, Callable[[Tensor], Tensor]], x: Tensor) -> dict[str
                 y = run(x)
             return y
 
-        if not x.is_cuda:
-            return calls
-        try:
-            return graph_of(calls)
-        except RuntimeError:  # it cannot be captured, or there is no memory for it: then with its launches
+        if x.is_cuda:
+            with contextlib.suppress(RuntimeError):  # it cannot be captured, or there is no memory: then with launches
+                return graph_of(calls)
             torch.cuda.synchronize()
-            return calls
+        return calls
 
     calls = {name: several(run) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
