@@ -28,9 +28,11 @@ Call = Callable[[Tensor], Any]
 Tell = Callable[[str], None]
 EAGER, COMPILED, OURS = "dense, eager", "dense, torch.compile", "spartan"
 ONNX, OPENVINO = "dense, ONNX Runtime", "dense, OpenVINO"
-# Which extra of the package brings what a rival needs.
-NEEDS = {ONNX: {"onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx"}}
-NEEDS[OPENVINO] = {"onnx": "onnx", "onnxscript": "onnx", "openvino": "bench"}
+# Which extra of the package brings what an option needs.
+NEEDS = {
+    "--onnx": {"onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx"},
+    "--openvino": {"onnx": "onnx", "onnxscript": "onnx", "openvino": "bench"},
+}
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,9 @@ class Result:
     answers: Answers | None = None
 
 
-def check_installed(option: str, rival: str) -> None:
-    """ValueError that names the extra where a rival's packages are missing."""
-    missing = {name: extra for name, extra in NEEDS[rival].items() if importlib.util.find_spec(name) is None}
+def check_installed(option: str) -> None:
+    """ValueError that names the extra where an option's packages are missing."""
+    missing = {name: extra for name, extra in NEEDS[option].items() if importlib.util.find_spec(name) is None}
     if missing:
         extras = ",".join(sorted(set(missing.values())))
         raise ValueError(f"{option} needs {' and '.join(missing)}: pip install 'spartan-sparsity[{extras}]'")

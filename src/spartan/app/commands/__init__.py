@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-Target = Annotated[Path, typer.Argument(metavar="RUN|FILE", help="A finished run folder, or a .safetensors file.")]
+Target = Annotated[Path, Argument(metavar="RUN|FILE", help="A finished run folder, or a .safetensors file.")]
 RecipeOfFile = Annotated[
     str | None,
-    typer.Option(metavar="RECIPE", help="For a FILE: the recipe with its data, and its model if the file names none."),
+    Option(metavar="RECIPE", help="For a FILE: the recipe with its data, and its model if the file names none."),
 ]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a key of the recipe; dots reach into sections."),
+    Option("--set", "-s", metavar="KEY=VALUE", help="Change a key of the recipe; dots reach into sections."),
 ]
-SetsOfFile = Annotated[
-    list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a key of the recipe.")
-]
+SetsOfFile = Annotated[list[str] | None, Option("--set", "-s", metavar="KEY=VALUE", help="Change a key of the recipe.")]

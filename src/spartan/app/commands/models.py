@@ -7,6 +7,7 @@ from typing import Annotated
 
 import torch
 import typer
+from typer import Option
 
 import spartan
 from spartan.app import bench as measuring
@@ -23,14 +24,14 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def export(
     target: Target,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The file to write.  [default: NAME.safetensors, here]")
+        Path | None, Option(metavar="FILE", help="The file to write.  [default: NAME.safetensors, here]")
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="fp32|bf16|fp16", help="Round the values to this type.  [default: as they are]"),
+        Option(metavar="fp32|bf16|fp16", help="Round the values to this type.  [default: as they are]"),
     ] = None,
     onnx: Annotated[
-        Path | None, typer.Option(metavar="FILE.onnx", help="Write ONNX as well, and check it in ONNX Runtime.")
+        Path | None, Option(metavar="FILE.onnx", help="Write ONNX as well, and check it in ONNX Runtime.")
     ] = None,
     recipe: RecipeOfFile = None,
     sets: SetsOfFile = None,
@@ -53,7 +54,7 @@ def export(
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ValueError(f"{option}: {path} is a folder" if path.is_dir() else f"{option}: no folder {path.parent}")
     if onnx is not None:
-        measuring.check_installed("--onnx", measuring.ONNX)
+        measuring.check_installed("--onnx")
     with status_line(f"reading {target}"):
         trained = find_trained(target, recipe, sets or ())
     kind = getattr(torch, DTYPES[dtype]) if dtype else None
@@ -98,7 +99,7 @@ def _export_onnx(trained: Trained, path: Path) -> str:
 def inspect(
     target: Target,
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="And which kernel runs each layer on this machine, and why.")
+        bool, Option("--kernels", help="And which kernel runs each layer on this machine, and why.")
     ] = False,
     recipe: RecipeOfFile = None,
 ) -> None:
@@ -130,16 +131,14 @@ def inspect(
 
 def bench(
     target: Target,
-    batch: Annotated[str, typer.Option(metavar="N,M,…", help="How many images at once.")] = "1,8",
-    threads: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="How many threads.  [default: one a core]")
-    ] = None,
+    batch: Annotated[str, Option(metavar="N,M,…", help="How many images at once.")] = "1,8",
+    threads: Annotated[int | None, Option(metavar="N", min=1, help="How many threads.  [default: one a core]")] = None,
     images: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Compare answers on so many test images at most; 0: on none.")
+        int, Option(metavar="N", min=0, help="Compare answers on so many test images at most; 0: on none.")
     ] = 10_000,
-    compiled: Annotated[bool, typer.Option("--compile", help="Also time the dense model under torch.compile.")] = False,
-    onnx: Annotated[bool, typer.Option("--onnx", help="Also time the dense model in ONNX Runtime.")] = False,
-    openvino: Annotated[bool, typer.Option("--openvino", help="Also time the dense model in OpenVINO.")] = False,
+    compiled: Annotated[bool, Option("--compile", help="Also time the dense model under torch.compile.")] = False,
+    onnx: Annotated[bool, Option("--onnx", help="Also time the dense model in ONNX Runtime.")] = False,
+    openvino: Annotated[bool, Option("--openvino", help="Also time the dense model in OpenVINO.")] = False,
     recipe: RecipeOfFile = None,
     sets: SetsOfFile = None,
 ) -> None:
@@ -155,11 +154,10 @@ def bench(
     spartan bench small.safetensors --recipe digits         the recipe says on which images to compare
     """
     batches = _batches(batch)
+    for option in ["--onnx"] * onnx + ["--openvino"] * openvino:
+        measuring.check_installed(option)
     wanted = {measuring.COMPILED: compiled, measuring.ONNX: onnx, measuring.OPENVINO: openvino}
     rivals = [name for name, asked in wanted.items() if asked]
-    for name in rivals:
-        if name in measuring.NEEDS:
-            measuring.check_installed("--onnx" if name == measuring.ONNX else "--openvino", name)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads or before)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 import spartan
 from spartan.app.commands import Sets, Target
@@ -47,18 +48,18 @@ def methods() -> None:
 
 def train(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE", help="A built-in recipe or a .yaml file.  [default: digits]")
+        str | None, Argument(metavar="RECIPE", help="A built-in recipe or a .yaml file.  [default: digits]")
     ] = None,
     sets: Sets = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="The run folder.  [default: runs/<recipe>-<method>-<sparsity>-seed<seed>]"),
+        Option(metavar="DIR", help="The run folder.  [default: runs/<recipe>-<method>-<sparsity>-seed<seed>]"),
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Continue the run in this folder, exactly where it stopped.")
+        Path | None, Option(metavar="DIR", help="Continue the run in this folder, exactly where it stopped.")
     ] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the resolved recipe as YAML and exit.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+    show: Annotated[bool, Option("--show", help="Print the resolved recipe as YAML and exit.")] = False,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Print the result only.")] = False,
 ) -> None:
     """Train a model by a recipe, or continue a run.
 
@@ -114,17 +115,15 @@ def train(
 
 
 def sweep(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A built-in recipe or a .yaml file.")],
+    recipe: Annotated[str, Argument(metavar="RECIPE", help="A built-in recipe or a .yaml file.")],
     sets: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", "-s", metavar="KEY=A,B,…", help="Values to try; one in brackets or braces counts as one."
-        ),
+        Option("--set", "-s", metavar="KEY=A,B,…", help="Values to try; one in brackets or braces counts as one."),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(metavar="N", help="Seeds 0 to N-1 of each.  [default: 1]")] = None,
-    jobs: Annotated[int, typer.Option(metavar="N", min=1, help="How many runs at once.")] = 1,
+    seeds: Annotated[int | None, Option(metavar="N", help="Seeds 0 to N-1 of each.  [default: 1]")] = None,
+    jobs: Annotated[int, Option(metavar="N", min=1, help="How many runs at once.")] = 1,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the runs go.  [default: runs/<recipe>-sweep]")
+        Path | None, Option(metavar="DIR", help="Where the runs go.  [default: runs/<recipe>-sweep]")
     ] = None,
 ) -> None:
     """Run a grid of settings and compare them.
@@ -163,7 +162,7 @@ def sweep(
 def evaluate(
     target: Target,
     recipe: Annotated[
-        str | None, typer.Option(metavar="RECIPE", help="For a FILE: the recipe that says which model and data.")
+        str | None, Option(metavar="RECIPE", help="For a FILE: the recipe that says which model and data.")
     ] = None,
     sets: Sets = None,
 ) -> None:
@@ -185,10 +184,10 @@ def evaluate(
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders that contain runs.")],
-    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="One line a run, unrounded.")] = None,
-    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="The table as Markdown.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Accuracy against sparsity.")] = None,
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folders, or folders that contain runs.")],
+    csv: Annotated[Path | None, Option(metavar="FILE", help="One line a run, unrounded.")] = None,
+    markdown: Annotated[Path | None, Option(metavar="FILE", help="The table as Markdown.")] = None,
+    plot: Annotated[Path | None, Option(metavar="FILE.png", help="Accuracy against sparsity.")] = None,
 ) -> None:
     """Compare runs, with means over seeds.
 
@@ -216,8 +215,8 @@ def compare(
 
 
 def report(
-    target: Annotated[Path, typer.Argument(metavar="RUN|DIR", help="A run folder, or a folder of runs.")],
-    open_it: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
+    target: Annotated[Path, Argument(metavar="RUN|DIR", help="A run folder, or a folder of runs.")],
+    open_it: Annotated[bool, Option("--open/--no-open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Write the report of a run or a folder of runs.
 
