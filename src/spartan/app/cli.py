@@ -15,7 +15,7 @@ except ModuleNotFoundError as _missing:  # the library works without them
     raise SystemExit(f"the command line needs {_missing.name}: pip install 'spartan-sparsity[app]'") from None
 
 from spartan import __version__
-from spartan.app.train.signals import Interrupted
+from spartan.app.train.processes import Interrupted
 from spartan.wording import one_line, raised_in
 
 

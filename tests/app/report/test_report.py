@@ -13,9 +13,8 @@ from urllib.parse import unquote
 import numpy as np
 import pytest
 
-from spartan.app.report import write_report
 from spartan.app.report.charts import correlation, downsample, kept_bits, mask_correlations, phases
-from spartan.app.report.page import to_script
+from spartan.app.report.page import to_script, write_report
 from spartan.app.runs import RunFolder
 from tests.app.report.folders import masks_of, write_masks, write_run
 

@@ -26,9 +26,8 @@ from spartan.app.train.data import Data, build_data, seed_of
 from spartan.app.train.metrics import Metrics
 from spartan.app.train.mixing import mix_batch
 from spartan.app.train.parallel import distribute, gathered
-from spartan.app.train.processes import StopAgreement, choose_device, current
+from spartan.app.train.processes import Interrupted, StopAgreement, StopSignals, choose_device, current
 from spartan.app.train.setup import build_cost, build_model, build_optimizer, build_sparsifier, lr_at
-from spartan.app.train.signals import Interrupted, StopSignals
 from spartan.wording import first_line, one_line
 
 FLUSH_EVERY = 50  # steps between looks at the device

@@ -20,7 +20,7 @@ import yaml
 from spartan.app.runs import epochs_done, identity, is_finished, is_run, read_run, result_line
 from spartan.app.terminal import ProgressBar
 from spartan.app.train.config import Config, RecipeError, load_recipe
-from spartan.app.train.signals import StopSignals
+from spartan.app.train.processes import StopSignals
 
 
 @dataclass(frozen=True)
