@@ -104,14 +104,14 @@ class WideResNet(nn.Module):
                 f"(did you mean wrn-{near}-{max(width, 1)}?)"
             )
         self.conv = _he(nn.Conv2d(channels, 16, 3, 1, 1, bias=False))
-        sizes, blocks = [16, 16 * width, 32 * width, 64 * width], []
-        for group in range(3):
+        inputs, blocks = 16, []
+        for outputs, stride in ((16 * width, 1), (32 * width, 2), (64 * width, 2)):
             for i in range((depth - 4) // 6):
-                inputs = sizes[group] if i == 0 else sizes[group + 1]
-                blocks.append(WideBlock(inputs, sizes[group + 1], 2 if group > 0 and i == 0 else 1))
+                blocks.append(WideBlock(inputs, outputs, 1 if i else stride))
+                inputs = outputs
         self.blocks = nn.Sequential(*blocks)
-        self.bn = nn.BatchNorm2d(sizes[3])
-        self.head = nn.Linear(sizes[3], classes)
+        self.bn = nn.BatchNorm2d(inputs)
+        self.head = nn.Linear(inputs, classes)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, x: Tensor) -> Tensor:

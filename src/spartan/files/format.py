@@ -75,8 +75,8 @@ class Container:
 
     def tensor(self, name: str) -> Tensor:
         """One of the container's tensors, in memory of its own."""
-        entry = self.entries[name]
-        return self.flat(name, 0, count_of(entry.shape)).reshape(entry.shape)
+        shape = self.entries[name].shape
+        return self.flat(name, 0, count_of(shape)).reshape(shape)
 
     def flat(self, name: str, first: int, count: int) -> Tensor:
         """Some of a tensor's entries in row-major order, in memory of their own."""

@@ -256,8 +256,8 @@ class LargeImages(Data):
     """Images read from files by workers, copied to the device as uint8 and normalised there."""
 
     def __init__(self, config: Config, device: torch.device, us: Processes) -> None:
-        for key, value in (("pad", config.data.pad), ("cutout", config.data.cutout)):
-            if value:
+        for key in ("pad", "cutout"):
+            if value := getattr(config.data, key):
                 raise RecipeError(f"data.{key}: {value} is for small images only; set it to 0")
         if config.data.randaugment and not (config.data.randaugment[0] >= 0 <= config.data.randaugment[1] <= 30):
             raise RecipeError(f"data.randaugment: {list(config.data.randaugment)} must be [operations, 0 to 30]")
