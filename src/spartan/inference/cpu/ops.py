@@ -235,9 +235,8 @@ def linear_torch(x: Tensor, weight: Tensor, bias: Tensor, activation: str) -> Te
 def conv_torch(
     x: Tensor, conv: Conv, weight: Tensor, bias: Tensor, activation: str, residual: Tensor | None = None
 ) -> Tensor:
-    """The same in plain torch, from the dense weight as a matrix or in its own shape."""
-    weight = weight.reshape(weight.shape[0], conv.channels // conv.groups, *conv.kernel).to(x.dtype)
-    bias = bias[: weight.shape[0]].to(x.dtype)
+    """The same in plain torch, from the dense weight."""
     conv.out_size(*x.shape[-2:])  # or its error
-    y = F.conv2d(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+    bias = bias[: weight.shape[0]].to(x.dtype)
+    y = F.conv2d(x, weight.to(x.dtype), bias, conv.stride, conv.padding, conv.dilation, conv.groups)
     return ACTIVATIONS[activation][1](y if residual is None else y + residual)

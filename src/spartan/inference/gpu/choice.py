@@ -152,23 +152,20 @@ def measure(
 
     Launches are not counted: whether the device has to wait for them shows in the whole model only.
     """
-    device = layer.weight.device
     with torch.inference_mode():
-        x = torch.randn(shape, device=device).to(dtype)
+        x = torch.randn(shape, device=layer.weight.device).to(dtype)
         expected = layer(x)
         runs: dict[str, Callable[[Tensor], Tensor]] = {}
-        failed: dict[str, float] = {}
         for name, kernel in kernels.items():
             try:
                 run = layer if kernel is None else build(layer, kernel)
                 close(run(x), expected)
+                runs[name] = run
             except torch.AcceleratorError:  # the device is lost: nothing else would run
                 raise
             except Exception:  # out of shared memory or registers, not compiled, not this shape: then another one
-                failed[name] = math.inf
                 continue
-            runs[name] = run
-        return timed(runs, x) | failed
+        return dict.fromkeys(kernels, math.inf) | timed(runs, x)
 
 
 def close(got: Tensor, expected: Tensor) -> None:
