@@ -25,8 +25,7 @@ from spartan import Block, prune
 from spartan.inference.convert import accelerate, explain
 from spartan.inference.cpu.ops import ACTIVATIONS
 from spartan.inference.gpu import choice
-from spartan.inference.gpu.layers import DeviceLinear
-from spartan.inference.gpu.ops import Launch
+from spartan.inference.gpu.linear import DeviceLinear, Launch
 from spartan.inference.gpu.tiles import blocks_of
 from spartan.inference.runtime import DenseLinear
 

@@ -14,7 +14,7 @@ import spartan
 from spartan import NM, Block
 from spartan.inference.convert import accelerate, explain
 from spartan.inference.gpu import choice
-from spartan.inference.gpu.layers import SemiStructuredLinear, TileLinear
+from spartan.inference.gpu.linear import SemiStructuredLinear, TileLinear
 from spartan.inference.runtime import DenseLinear
 from spartan.inference.stand_ins import Attention, PatchConv
 from tests.waiting import no_waiting

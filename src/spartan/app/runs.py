@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -54,21 +54,17 @@ class RunFolder:
     @cached_property
     def recipe(self) -> dict[str, Any]:
         """The recipe, unchecked; empty where it is no YAML."""
-        try:
-            values = parse_yaml(self.recipe_text)
-        except yaml.YAMLError:
-            return {}
-        return values if isinstance(values, dict) else {}
+        return _table(self.recipe_text, parse_yaml) or {}
 
     @cached_property
     def environment(self) -> dict[str, Any]:
         """Versions, machine and command."""
-        return _json(self.folder / "environment.json") or {}
+        return _table(_text(self.folder / "environment.json"), json.loads) or {}
 
     @cached_property
     def summary(self) -> dict[str, Any] | None:
         """The results; None while the run is unfinished."""
-        return _json(self.folder / "summary.json")
+        return _table(_text(self.folder / "summary.json"), json.loads)
 
     @property
     def finished(self) -> bool:
@@ -151,10 +147,10 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def _table(text: str, parse: Callable[[str], Any]) -> dict[str, Any] | None:
     try:
-        values = json.loads(_text(path))
-    except ValueError:
+        values = parse(text)
+    except (ValueError, yaml.YAMLError):
         return None
     return values if isinstance(values, dict) else None
 

@@ -15,8 +15,8 @@ from spartan.inference.cpu.choice import choose, sparse_layer
 from spartan.inference.cpu.ops import DTYPES as _CPU_DTYPES
 from spartan.inference.fuse import fuse, plain_conv, plain_linear, replace_module
 from spartan.inference.gpu import choice as gpu
-from spartan.inference.gpu.layers import DeviceLinear
-from spartan.inference.gpu.ops import DTYPES as _GPU_DTYPES
+from spartan.inference.gpu.linear import DTYPES as _GPU_DTYPES
+from spartan.inference.gpu.linear import DeviceLinear
 from spartan.inference.runtime import DenseConv2d, DenseLinear, InferenceLayer, SparseLinear, arguments_of
 from spartan.inference.stand_ins import Attention, MaxPool, PatchConv
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
 
-from spartan.inference.gpu.layers import DeviceLinear
+from spartan.inference.gpu.linear import DeviceLinear
 from spartan.inference.runtime import DenseConv2d, DenseLinear, SparseLinear
 
 

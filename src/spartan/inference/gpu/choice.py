@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from spartan.inference.cpu.choice import DENSE_ABOVE, fastest, measured
-from spartan.inference.gpu import ops
-from spartan.inference.gpu.layers import DeviceLinear, SemiStructuredLinear, TileLinear, two_of_four
-from spartan.inference.gpu.ops import Launch
+from spartan.inference.gpu import linear
+from spartan.inference.gpu.linear import DeviceLinear, Launch, SemiStructuredLinear, TileLinear, two_of_four
 from spartan.inference.gpu.tiles import Tiling, blocks_of, plan
 from spartan.inference.runtime import DenseLinear
 
@@ -126,8 +125,8 @@ def choose(
 ) -> tuple[TileKernel | str | None, str]:
     """The kernel for a layer and the reason, in a few words, as the choice for a CPU: None is torch's dense product."""
     zeros = 1.0 - float((layer.weight != 0).float().mean())
-    if not ops.available(layer.weight.device):
-        return None, f"{zeros:.1%} zeros; {ops.status()}"
+    if not linear.available(layer.weight.device):
+        return None, f"{zeros:.1%} zeros; {linear.status()}"
     options = candidates(layer.weight)
     if kernels == "auto":
         options = [option for option in options if option[1] <= DENSE_ABOVE]
@@ -254,4 +253,4 @@ def _seconds(run: Callable[[], Tensor], cuda: bool) -> float:
 @functools.cache
 def machine() -> str:
     """What times depend on: the device, torch, Triton and the kernel's version."""
-    return f"{ops.status()}, torch {torch.__version__}, {torch.version.cuda}, kernel {VERSION}"
+    return f"{linear.status()}, torch {torch.__version__}, {torch.version.cuda}, kernel {VERSION}"
