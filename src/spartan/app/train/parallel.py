@@ -22,8 +22,8 @@ from spartan.app.train import checkpoint
 from spartan.app.train.config import Config, RecipeError
 from spartan.app.train.data import Data
 from spartan.app.train.processes import Processes
-from spartan.app.train.setup import build_pattern
 from spartan.distributed import is_dtensor
+from spartan.problem.patterns import read_pattern
 
 Plain = dict[str, Any]
 
@@ -127,7 +127,7 @@ class ShardedModel(WholeModel):
         from torch.distributed.tensor import Shard
 
         shape, world = tuple(parameter.shape), self.us.world
-        sides = build_pattern(self.config).sides(shape) if len(shape) > 1 else None
+        sides = read_pattern(self.config.pattern).sides(shape) if len(shape) > 1 else None
         if sides is None or -(-shape[0] // world) % sides[0] == 0:
             return Shard(0)
         columns = parameter.numel() // shape[0] // world

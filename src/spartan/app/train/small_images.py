@@ -203,8 +203,7 @@ def _from_torchvision(config: Config) -> Sequence[Any]:
     options = {"download": config.data.download} if "download" in inspect.signature(dataset).parameters else {}
     for part in TORCHVISION[name]:
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # old pickles and headers that these sets come in
+            with warnings.catch_warnings(action="ignore"):  # about old pickles and headers that these sets come in
                 loaded = dataset(str(root), **part, **options)
         except (RuntimeError, OSError, ImportError) as error:  # not there, not reachable, or SVHN without scipy
             reason = one_line(error).rstrip(".")

@@ -290,8 +290,7 @@ class SemiStructuredLinear(DeviceLinear):
         if not x.is_cuda or x.dtype != self.weight.dtype:
             return linear_torch(x, self.weight, self.bias, self.activation)
         if self._packed is None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch calls these tensors a prototype
+            with warnings.catch_warnings(action="ignore"):  # torch calls these tensors a prototype
                 self._packed = torch.sparse.to_sparse_semi_structured(self.weight)
         y = torch.nn.functional.linear(x, self._packed, self.bias)
         return ACTIVATIONS[self.activation][1](y)
