@@ -25,11 +25,7 @@ WRN = re.compile(r"wrn-(\d+)-(\d+)")
 
 
 def build_model(
-    name: str,
-    classes: int,
-    shape: Shape,
-    arguments: Mapping[str, Any] | None = None,
-    source: str = "the shape given",
+    name: str, classes: int, shape: Shape, arguments: Mapping[str, Any] | None = None, source: str = "the shape given"
 ) -> nn.Module:
     """The model of this name, its weights drawn from torch's global RNG; ValueError that says why there is none.
 

@@ -248,12 +248,12 @@ def unpack_all(contents: Contents) -> dict[str, Tensor]:
     for name, spec in contents.specs.items():
         try:
             if spec.code is None:
-                tensors[name] = container.tensor(name)
+                tensors[name] = container.flat(name, 0, spec.count).reshape(spec.shape)
                 continue
             index = container.flat(format.BYTES, spec.bytes_at, spec.index_bytes)
             with torch.device("cpu"):
                 if spec.exponents is None:
-                    pool = f"{format.VALUES}{format.dtype_name(spec.dtype)}"
+                    pool = f"{format.VALUES}{format.NAMES[spec.dtype]}"
                     values = container.flat(pool, spec.values_at, spec.kept)
                 else:
                     data = container.flat(format.BYTES, spec.bytes_at + spec.index_bytes, spec.value_bytes)

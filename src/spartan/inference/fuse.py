@@ -23,8 +23,9 @@ from spartan.inference.cpu.ops import Conv
 from spartan.inference.runtime import DenseConv2d, DenseLinear
 
 _SUMS: tuple[Callable, ...] = (operator.add, operator.iadd, torch.add)
-_FUNCTIONS: dict[Any, str] = {F.relu: "relu", torch.relu: "relu", F.silu: "silu", F.gelu: "gelu"}
-_METHODS = {"relu": "relu", "relu_": "relu"}
+# Functions, and methods by their names.
+_ACTIVATIONS: dict[Any, str] = {F.relu: "relu", torch.relu: "relu", F.silu: "silu", F.gelu: "gelu"}
+_ACTIVATIONS |= {"relu": "relu", "relu_": "relu"}
 
 
 class _Shallow(fx.Tracer):
@@ -172,10 +173,8 @@ class _Rewrite:
             return None
         if after.op == "call_module" and (self.rewritable or self.unshared(after) is not None):
             kind = activation_of(self.owner.get_submodule(str(after.target)))
-        elif self.rewritable and after.op == "call_function" and not set(after.kwargs) - {"inplace"}:
-            kind = _FUNCTIONS.get(after.target)
-        elif self.rewritable and after.op == "call_method" and not after.kwargs:
-            kind = _METHODS.get(str(after.target))
+        elif self.rewritable and after.op in ("call_function", "call_method") and not set(after.kwargs) - {"inplace"}:
+            kind = _ACTIVATIONS.get(after.target)
         if kind is not None:
             self.drop(after, node)
         return kind

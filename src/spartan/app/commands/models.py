@@ -27,8 +27,7 @@ def export(
         Path | None, Option(metavar="FILE", help="The file to write.  [default: NAME.safetensors, here]")
     ] = None,
     dtype: Annotated[
-        str | None,
-        Option(metavar="fp32|bf16|fp16", help="Round the values to this type.  [default: as they are]"),
+        str | None, Option(metavar="fp32|bf16|fp16", help="Round the values to this type.  [default: as they are]")
     ] = None,
     onnx: Annotated[
         Path | None, Option(metavar="FILE.onnx", help="Write ONNX as well, and check it in ONNX Runtime.")

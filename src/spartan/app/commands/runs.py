@@ -20,7 +20,7 @@ from spartan.app.terminal import is_plain, print_table
 from spartan.app.train import loop
 from spartan.app.train.config import Config, RecipeError, load_recipe, recipe_names, to_yaml
 from spartan.app.train.folder import check_resume_settings, choose_folder
-from spartan.app.train.processes import joined, restarted
+from spartan.app.train.processes import joined
 from spartan.app.train.sweep import Sweep, SweepDisplay, plan
 from spartan.app.trained import count_nonzero, load_trained
 
@@ -88,7 +88,8 @@ def train(
         return
 
     with joined() as us:
-        again = any(us.gather(restarted()))
+        # torchrun has started processes again after one of its group died.
+        again = any(us.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
 
         def choose() -> tuple[Path, Config | None, dict[str, Any] | None]:
             """The folder, the recipe of a run that is new, and the results of one that is finished."""

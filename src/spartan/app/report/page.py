@@ -58,20 +58,21 @@ def _plain(value: Any) -> Any:
 
 def run_page(run: RunFolder) -> tuple[str, list[Chart]]:
     """The page's body, and its charts."""
-    sections = [
-        ("Training", "", training_charts(run)),
-        ("Sparsity", "", sparsity_charts(run)),
-        ("Exploration", "", exploration_charts(run)),
-        ("Layers", _layer_table(run), layer_charts(run)),
+    nothing = "A dense run: every weight is kept." if run.dense else "Nothing was logged yet."
+    sections = [  # with what stands below the charts, and why there are none
+        ("Training", training_charts(run), "", "Nothing was logged yet."),
+        ("Sparsity", sparsity_charts(run), "", nothing),
+        ("Exploration", exploration_charts(run), "", "Needs the masks of two epochs or more (masks.npz)."),
+        ("Layers", layer_charts(run), _layer_table(run), "The layer table is written when the run finishes."),
     ]
     if run.dense:
         del sections[2]
     parts = [_header(run), _notices(run), _cards(run), f'<p class="note lead">{escape(LAST_EPOCH)}</p>']
-    for title, extra, charts in sections:
-        extra = extra or _why_empty(run, title, charts)
-        parts.append(f"<section><h2>{title}</h2>{chart_grid(charts)}{extra}</section>")
+    for title, charts, extra, why in sections:
+        below = extra or ("" if charts else f'<p class="note">{why}</p>')
+        parts.append(f"<section><h2>{title}</h2>{chart_grid(charts)}{below}</section>")
     parts.append(_reproduce(run))
-    return "\n".join(parts), [chart for _, _, charts in sections for chart in charts]
+    return "\n".join(parts), [chart for _, charts, *_ in sections for chart in charts]
 
 
 def chart_grid(charts: list[Chart]) -> str:
@@ -147,20 +148,6 @@ def _cards(run: RunFolder) -> str:
     return f'<div class="figures">{html}</div>'
 
 
-def _why_empty(run: RunFolder, title: str, charts: list[Chart]) -> str:
-    """Why a section is empty."""
-    if charts:
-        return ""
-    reasons = {
-        "Layers": "The layer table is written when the run finishes.",
-        "Exploration": "Needs the masks of two epochs or more (masks.npz).",
-    }
-    text = reasons.get(title, "Nothing was logged yet.")
-    if title == "Sparsity" and run.dense:
-        text = "A dense run: every weight is kept."
-    return f'<p class="note">{text}</p>'
-
-
 def _layer_table(run: RunFolder) -> str:
     layers = (run.summary or {}).get("layers") or []
     if not layers:
@@ -191,19 +178,20 @@ def _reproduce(run: RunFolder) -> str:
     again = shlex.join(["spartan", "train", f"{run.name}/recipe.yaml", "--out", f"{run.name}-again"])
     resume = shlex.join(["spartan", "train", "--resume", run.name])
     ask = "Continue it (a finished run is left as it is)" if run.finished else "Continue it where it stopped"
-    environment = run.environment
-    command = environment.get("command")
-    facts: list[tuple[str, Any]] = [
-        ("started", environment.get("started")),
-        ("commit", environment.get("commit")),
-        ("device", environment.get("device")),
-        ("CPU cores", environment.get("host_cores")),
-        ("command", shlex.join(map(str, command)) if isinstance(command, list) else command),
-    ]
-    versions = environment.get("versions")
-    facts += list(versions.items()) if isinstance(versions, dict) else []
+    environment, versions = run.environment, run.environment.get("versions")
+    keys = {
+        "started": "started",
+        "commit": "commit",
+        "device": "device",
+        "CPU cores": "host_cores",
+        "command": "command",
+    }
+    facts = {label: environment.get(key) for label, key in keys.items()}
+    if isinstance(facts["command"], list):
+        facts["command"] = shlex.join(map(str, facts["command"]))
+    facts |= versions if isinstance(versions, dict) else {}
     rows = "".join(
-        f"<dt>{escape(k)}</dt><dd><code>{escape(v)}</code></dd>" for k, v in facts if v is not None and v != ""
+        f"<dt>{escape(k)}</dt><dd><code>{escape(v)}</code></dd>" for k, v in facts.items() if v is not None and v != ""
     )
     known = f"<dl>{rows}</dl>" if rows else '<p class="note">environment.json is missing.</p>'
     return (

@@ -225,11 +225,6 @@ def current() -> Processes:
     return _current
 
 
-def restarted() -> bool:
-    """Whether torchrun has started this process again after one of its group died."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
 @contextlib.contextmanager
 def joined() -> Iterator[Processes]:
     """Meet the others, if a launcher such as torchrun started several (WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -140,7 +139,8 @@ def choose(
     if kernels == "auto":
         named["dense"] = None
     shares = [f"{tiling} {share:.2g}" for tiling, share in options]
-    case = [machine(), "linear", tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]
+    machine = f"{linear.status()}, torch {torch.__version__}, {torch.version.cuda}, kernel {VERSION}"
+    case = [machine, "linear", tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]
     return fastest(named, zeros, shape, measured(case, lambda: measure(layer, shape, dtype, named), named))
 
 
@@ -248,9 +248,3 @@ def _seconds(run: Callable[[], Tensor], cuda: bool) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
-
-
-@functools.cache
-def machine() -> str:
-    """What times depend on: the device, torch, Triton and the kernel's version."""
-    return f"{linear.status()}, torch {torch.__version__}, {torch.version.cuda}, kernel {VERSION}"

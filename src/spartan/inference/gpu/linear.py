@@ -48,10 +48,6 @@ class Launch:
     def __str__(self) -> str:
         return f"{self.loads} {self.tokens} tokens, {self.warps} warps, {self.stages} stages, {self.span} outputs"
 
-    def groups(self, tiling: Tiling) -> int:
-        """The span in groups of outputs."""
-        return max(1, self.span // tiling.outputs)
-
 
 @functools.cache
 def _kernel() -> ModuleType | None:
@@ -221,7 +217,7 @@ class TileLinear(DeviceLinear):
         self, weight: Tensor, bias: Tensor | None, tiling: Tiling, launch: Launch, activation: str = "none"
     ) -> None:
         super().__init__(weight, bias, activation)
-        packed = pack(weight, tiling, launch.groups(tiling))
+        packed = pack(weight, tiling, span=max(1, launch.span // tiling.outputs))
         for name in ("ins", "last", "outs", "starts"):
             self.register_buffer(name, getattr(packed, name))
         self.register_buffer("tiles", packed.weight)
