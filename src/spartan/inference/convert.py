@@ -213,7 +213,7 @@ def _choose_kernel(
     holder: nn.ModuleDict, name: str, layer: DenseLinear | DenseConv2d, seen: Seen | None, kernels: str
 ) -> None:
     """Put the layer on the kernel that suits it, or leave it as it is, and note why."""
-    weight, is_conv = layer.weight, isinstance(layer, DenseConv2d)
+    weight = layer.weight
     tokens = _GPU_TOKENS if _on_gpu(weight) else _TOKENS
     usual = (1, layer.conv.channels, _SIDE, _SIDE) if isinstance(layer, DenseConv2d) else (tokens, weight.shape[1])
     shape, dtype = seen or (usual, weight.dtype)
@@ -229,7 +229,7 @@ def _choose_kernel(
             on_gpu, why = gpu.choose(layer, shape, dtype, kernels)
             chosen = layer if on_gpu is None else gpu.build(layer, on_gpu)
         else:
-            shape = (1, *shape) if is_conv and len(shape) == 3 else shape
+            shape = (1, *shape) if isinstance(layer, DenseConv2d) and len(shape) == 3 else shape
             parent, _, last = name.rpartition(".")
             projections = isinstance(holder.get_submodule(parent), Attention) and last == "in_proj"
             kernel, why = choose(layer, shape, dtype, kernels, parts=3 if projections else 1)

@@ -206,10 +206,9 @@ def compare(
             raise ValueError(f"{path}: there is no folder {path.parent}")
     if (csv or markdown or plot) and not rows:
         raise ValueError(f"none of the {len(found)} runs is finished; there is nothing to write")
-    if csv is not None:
-        csv.write_text(tables.to_csv(rows), "utf-8")
-    if markdown is not None:
-        markdown.write_text(tables.to_markdown(rows), "utf-8")
+    for path, write in ((csv, tables.to_csv), (markdown, tables.to_markdown)):
+        if path is not None:
+            path.write_text(write(rows), "utf-8")
     if plot is not None:
         tables.plot(rows, plot)
     tables.print_comparison(found)

@@ -168,7 +168,8 @@ def _density(run: RunFolder) -> Chart:
 
 
 def _histogram(run: RunFolder) -> Chart:
-    frames = [(int(e["epoch"]), e["mask_histogram"]) for e in run.epochs if _is_histogram(e.get("mask_histogram"))]
+    found = [(int(e["epoch"]), e.get("mask_histogram")) for e in run.epochs]
+    frames = [(e, h) for e, h in found if isinstance(h, list) and None not in map(number, h) and sum(h) > 0]
     if not frames:
         return {"series": []}
     bins = len(frames[-1][1])
@@ -181,10 +182,6 @@ def _histogram(run: RunFolder) -> Chart:
         "frames": {"label": "epoch", "at": [e for e, _ in frames], "y": [h for _, h in frames]},
     }
     return _chart("histogram", "Soft mask", {"label": "mask value m"}, y, series, kind="bars", bar=1 / bins, **more)
-
-
-def _is_histogram(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(number(v) is not None for v in value) and sum(value) > 0
 
 
 def _steps_per_epoch(run: RunFolder) -> float | None:

@@ -67,7 +67,8 @@ class Row:
 def rows_of(runs: Sequence[RunFolder]) -> list[Row]:
     """The finished runs, grouped by everything but the seed; of runs with the same seed the newest counts."""
     groups: dict[str, list[RunFolder]] = {}
-    for run in sorted((run for run in runs if run.finished), key=_age):
+    finished = [run for run in runs if run.finished]
+    for run in sorted(finished, key=lambda run: ((run.folder / "summary.json").stat().st_mtime, str(run.folder))):
         groups.setdefault(identity(run.config, seed=False), []).append(run)
     rows = []
     for members in groups.values():
@@ -81,10 +82,6 @@ def rows_of(runs: Sequence[RunFolder]) -> list[Row]:
         repeated = tuple(run for run in members if newest[run.seed] is not run)
         rows.append(Row(*here, config.method, members[0].sparsity, extra, chosen, repeated))
     return sorted(rows, key=lambda r: (r.data, r.model, r.sparsity, r.setting, r.method))
-
-
-def _age(run: RunFolder) -> tuple[float, str]:
-    return (run.folder / "summary.json").stat().st_mtime, str(run.folder)
 
 
 def panels_of(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:

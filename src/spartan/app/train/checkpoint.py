@@ -17,6 +17,7 @@ import torch
 from spartan.disk import flush, replace_file, sync_folder
 from spartan.wording import first_line
 
+Plain = dict[str, Any]  # what a checkpoint holds beside the state of model, optimizer and sparsifier
 KEEP = 2
 # In a folder of parts: what belongs to no weight, and the digests of all files.
 PLAIN, DIGESTS = "run.pt", "digests.json"

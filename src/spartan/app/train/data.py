@@ -49,8 +49,7 @@ class Data(ABC):
     @property
     def test_batches(self) -> int:
         """Batches in `test()` of the process that has the most images."""
-        most = -(-self.test_size // self.us.world)
-        return -(-most // self.test_micro)
+        return -(-self.test_size // (self.us.world * self.test_micro))
 
     @abstractmethod
     def train(self, epoch: int, start: int = 0) -> Iterator[Batch]:

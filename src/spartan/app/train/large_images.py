@@ -191,13 +191,7 @@ def _split(member: tarfile.TarInfo) -> tuple[str, str, str]:
     return folder + slash, key, extension
 
 
-TABLES: dict[str, Callable[[Config], tuple[ImageTable, ImageTable]]] = {
-    "imagefolder": _image_folder,
-    "webdataset": _web_dataset,
-}
-
-
-# ---------------------------------------------------------------------- decoding
+TABLES = {"imagefolder": _image_folder, "webdataset": _web_dataset}
 
 
 class Images(Dataset[Sample | RecipeError]):

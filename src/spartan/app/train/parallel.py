@@ -19,13 +19,12 @@ from torch.optim import Optimizer
 
 from spartan import Sparsifier
 from spartan.app.train import checkpoint
+from spartan.app.train.checkpoint import Plain
 from spartan.app.train.config import Config, RecipeError
 from spartan.app.train.data import Data
 from spartan.app.train.processes import Processes
 from spartan.distributed import is_dtensor
 from spartan.problem.patterns import read_pattern
-
-Plain = dict[str, Any]
 
 
 def distribute(config: Config, model: nn.Module, us: Processes) -> WholeModel:

@@ -121,9 +121,8 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
         mean = counts @ values / total
         std = ((counts * (values - mean[:, None]) ** 2).sum(1) / total).sqrt()
     else:
-        pairs = [torch.var_mean(c.double(), correction=0) for c in x.unbind(1)]
+        pairs = [torch.std_mean(c.double(), correction=0) for c in x.unbind(1)]
         std, mean = (torch.stack(values) for values in zip(*pairs, strict=True))
-        std = std.sqrt()
     return mean, torch.where(std > 0, std, 1.0)
 
 

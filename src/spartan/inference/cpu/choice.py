@@ -39,10 +39,10 @@ def candidates(layer: DenseLinear | DenseConv2d, parts: int = 1) -> list[tuple[K
     """
     weight = layer.weight.reshape(len(layer.weight), -1) != 0
     outputs = len(weight)
-    conv = isinstance(layer, DenseConv2d)
-    parts *= layer.conv.groups if isinstance(layer, DenseConv2d) else 1
     shapes: list[Kernel] = [("lanes", h, 1) for h in (1, 2, 4, 8)]
-    if not conv:
+    if isinstance(layer, DenseConv2d):
+        parts *= layer.conv.groups
+    else:
         shapes += [("rows", h, g) for h in (8, 16, 32, 64) for g in (8, 4, 1)]
     found = []
     for kind, h, g in shapes:

@@ -52,11 +52,8 @@ def _open(path: Path) -> ctypes.CDLL:
     library.spartan_use_isa.argtypes, library.spartan_use_isa.restype = [_I], _I
     library.spartan_use_openmp.argtypes = [_P]
     library.spartan_lane_pitch.argtypes, library.spartan_lane_pitch.restype = [_I], _I
-    for function, pointers, numbers in (
-        (library.spartan_linear_rows, 6, 8),
-        (library.spartan_linear_lanes, 6, 7),
-        (library.spartan_conv, 8, 5),
-    ):
+    for name, pointers, numbers in (("linear_rows", 6, 8), ("linear_lanes", 6, 7), ("conv", 8, 5)):
+        function = getattr(library, f"spartan_{name}")
         function.argtypes, function.restype = [_P] * pointers + [_I] * numbers, _I
     # Torch's own pool of threads: a second one would fight with it for the cores. Where there is no OpenMP with that entry
     # in this process, the library starts threads by itself.

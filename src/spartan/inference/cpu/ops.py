@@ -122,11 +122,6 @@ class Conv:
             raise ValueError(f"an image of {height}×{width} is smaller than the kernel {self.kernel} with its padding")
         return down, across
 
-    @property
-    def pointwise(self) -> bool:
-        """One pixel in, one pixel out."""
-        return self.kernel == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
-
 
 @dataclass(frozen=True)
 class ConvLayout:
@@ -145,7 +140,8 @@ def lay_out_conv(conv: Conv, packed: PackedMatrix, height: int, width: int, dtyp
     ⌊i·d/s⌋·pitch + ⌊j·d/s⌋ in phase (i·d mod s, j·d mod s). Lanes in the columns beyond the output's are dropped.
     """
     size = out_h, out_w = conv.out_size(height, width)
-    if conv.pointwise:  # one long row: no columns to drop
+    pointwise = conv.kernel == conv.stride == (1, 1) and conv.padding == (0, 0)
+    if pointwise:  # one long row: no columns to drop
         height, width, out_h, out_w = 1, height * width, 1, out_h * out_w
     shifts, phases, rests = [], [], []
     for k, s, d in zip(conv.kernel, conv.stride, conv.dilation, strict=True):
@@ -154,7 +150,7 @@ def lay_out_conv(conv: Conv, packed: PackedMatrix, height: int, width: int, dtyp
         rests.append(taps % s)
         phases.append(int(rests[-1].max()) + 1)
     rows_q, pitch = out_h + int(shifts[0].max()), out_w + int(shifts[1].max())
-    direct = conv.pointwise and dtype == torch.float32 and width % 16 == 0
+    direct = pointwise and dtype == torch.float32 and width % 16 == 0
     plane = phases[0] * phases[1] * rows_q * pitch
     if not direct:
         plane += -plane % 16
