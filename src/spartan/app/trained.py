@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,14 +118,3 @@ def is_packed(file: Path) -> bool:
             return "spartan.version" in (opened.metadata() or {})
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read as safetensors: {error}") from None
-
-
-def count_nonzero(weights: Mapping[str, Tensor], summary: Mapping[str, Any] | None) -> tuple[int, int, str]:
-    """Nonzero and all of the weights that a run counted; without its summary, of the tensors that can be sparse."""
-    sizes = {name: (int((w != 0).sum()), w.numel()) for name, w in weights.items() if w.ndim > 1}
-    if summary is None:
-        kind = "weights in tensors of 2 or more dimensions"
-        return sum(n for n, _ in sizes.values()), sum(n for _, n in sizes.values()), kind
-    counted = [sizes[layer["name"]] for layer in summary["layers"]]
-    zeros, total = sum(size - nonzero for nonzero, size in counted), int(summary["parameters"])
-    return total - zeros, total, "counted weights"

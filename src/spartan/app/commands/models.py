@@ -114,11 +114,9 @@ def inspect(
     """
     path = target / "model.safetensors" if target.is_dir() else target
     if not path.is_file():
-        raise ValueError(
-            f"{target}: there is no " + ("finished run in this folder" if target.is_dir() else "such file")
-        )
-    text = describe(path)
-    typer.echo(text)
+        what = "finished run in this folder" if target.is_dir() else "such file"
+        raise ValueError(f"{target}: there is no {what}")
+    typer.echo(describe(path))
     if not kernels:
         return
     trained = find_trained(target, recipe)

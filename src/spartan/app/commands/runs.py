@@ -22,7 +22,7 @@ from spartan.app.train.config import Config, RecipeError, load_recipe, recipe_na
 from spartan.app.train.folder import check_resume_settings, choose_folder
 from spartan.app.train.processes import joined
 from spartan.app.train.sweep import Sweep, SweepDisplay, plan
-from spartan.app.trained import count_nonzero, load_trained
+from spartan.app.trained import load_trained
 
 
 def recipes() -> None:
@@ -176,7 +176,13 @@ def evaluate(
     """
     config, weights, summary = load_trained(target, recipe, sets or ())
     scores = loop.evaluate(config, weights)
-    nonzero, total, which = count_nonzero(weights, summary)
+    # Of the weights that a run counted; without its summary, of the tensors that can be sparse.
+    zeros = {name: int((w == 0).sum()) for name, w in weights.items() if w.ndim > 1}
+    total, which = sum(weights[name].numel() for name in zeros), "weights in tensors of 2 or more dimensions"
+    if summary is not None:
+        zeros = {layer["name"]: zeros[layer["name"]] for layer in summary["layers"]}
+        total, which = int(summary["parameters"]), "counted weights"
+    nonzero = total - sum(zeros.values())
     typer.echo(f"top-1     {scores['top1']:.2%}")
     typer.echo(f"top-5     {scores['top5']:.2%}")
     typer.echo(f"loss      {scores['test_loss']:.4f}")
