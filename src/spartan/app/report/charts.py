@@ -40,13 +40,10 @@ def training_charts(run: RunFolder) -> list[Chart]:
         line("training", at, _column(run.epochs, "train_loss"), dots=True, color=0),
     ]
     y = {"label": "accuracy (%)", "unit": "%", "limits": [0, 100]}
-    x, note = (
-        _EPOCHS if per_epoch else _STEPS,
-        "Training loss includes label smoothing and mixing, so the two need not meet.",
-    )
+    note = "Training loss includes label smoothing and mixing, so the two need not meet."
     return _without_empty(
         _chart("accuracy", "Accuracy", _EPOCHS, y, accuracy, note="On the test data, after every epoch."),
-        _chart("loss", "Loss", x, {"label": "loss", "toggle": True}, loss, note=note),
+        _chart("loss", "Loss", _EPOCHS if per_epoch else _STEPS, {"label": "loss", "toggle": True}, loss, note=note),
         _chart_of_steps(run, "lr", "Learning rate", "learning rate", "lr"),
     )
 

@@ -185,11 +185,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             axes.axhline(100 * row.mean("top1"), linestyle="--", color="0.45", label=row.label)
         for index, (label, members) in enumerate(lines.items()):
             color, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
-            x, (means, stds) = (
-                [1 - row.sparsity for row in members],
-                zip(*(row.percent("top1") for row in members), strict=True),
-            )
-            axes.errorbar(x, means, [std or 0.0 for std in stds], label=label, capsize=3, color=color, marker=marker)
+            x, means = [1 - row.sparsity for row in members], [100 * row.mean("top1") for row in members]
+            spread = [row.percent("top1")[1] or 0.0 for row in members]
+            axes.errorbar(x, means, spread, label=label, capsize=3, color=color, marker=marker)
             for at, row in zip(x, members, strict=True):
                 axes.scatter([at] * len(row.runs), [100 * v for v in row.values("top1")], s=10, alpha=0.4, color=color)
         axes.set(title=f"{model} on {data}", xlabel="sparsity", ylabel="top-1 %")

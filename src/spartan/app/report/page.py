@@ -291,7 +291,8 @@ def _charts(rows: Sequence[Row]) -> list[Chart]:
     for i, ((data, model), members) in enumerate(panels.items()):
         where = f": {model} on {data}" if len(panels) > 1 else ""
         dense, lines = curves_of([row for row in members if row.percent("top1")[0] is not None])
-        levels = [dict(zip(("y", "error"), row.percent("top1"), strict=True), name=row.label) for row in dense]
+        means = [(row.label, *row.percent("top1")) for row in dense]
+        levels = [{"y": mean, "name": label, "error": std} for label, mean, std in means]
         for key, word, x, at in axes:
             series: list[Chart] = []
             for label, found in lines.items():

@@ -120,11 +120,9 @@ def environment(device: torch.device, command: list[str]) -> dict[str, Any]:
 
 def _commit() -> str | None:
     """The commit of the library's checkout, if it runs from one."""
+    ask = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     with suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "rev-parse", "HEAD"]
-        return subprocess.check_output(
-            command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True, timeout=10
-        ).strip()
+        return subprocess.check_output(ask, stderr=subprocess.DEVNULL, text=True, timeout=10).strip()
     return None
 
 
