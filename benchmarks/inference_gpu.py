@@ -25,8 +25,9 @@ from spartan import Block, prune
 from spartan.inference.convert import accelerate, explain
 from spartan.inference.cpu.ops import ACTIVATIONS
 from spartan.inference.gpu import choice
+from spartan.inference.gpu.linear import DeviceLinear, Launch
 from spartan.inference.gpu.tiles import blocks_of
-from spartan.inference.runtime import DenseLinear, DeviceLinear
+from spartan.inference.runtime import DenseLinear
 
 TOKENS, DTYPE = 12608, torch.bfloat16
 LAYERS = [(768, 3072, "gelu"), (3072, 768, "none"), (768, 2304, "none")]
@@ -105,6 +106,22 @@ def learned_layers(model: nn.Module, name: str) -> Iterator[tuple[str, Tensor, s
         yield f"{inputs}→{outputs}, {name}", weights[len(weights) // 2].to(DTYPE), "none"
 
 
+def random_launches(count: int, seed: int = 0) -> list[Launch]:
+    """Launches drawn at random from all that make sense: to find better ones for `choice.LAUNCHES`."""
+    every = [
+        Launch(tokens, warps, stages, span, loads)
+        for tokens in (64, 128, 256)
+        for warps in (4, 8)
+        for stages in (2, 3, 4, 5)
+        for span in (32, 64, 128, 256, 512, 1024, 4096)
+        for loads in ("async", "tma", "tma in")
+        if tokens >= 16 * warps
+    ]
+    every += [Launch(tokens, 4, 1, span, "l1") for tokens in (64, 128) for span in (512, 1024, 4096)]
+    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [every[i] for i in order[:count]]
+
+
 def bench_layers(
     layers: Iterator[tuple[str, Tensor, str]], report: Report, peaks: tuple[float, float], wide: int
 ) -> None:
@@ -120,7 +137,7 @@ def bench_layers(
         plain = DenseLinear(weight, bias)
         options = [tiling for tiling, _ in choice.candidates(weight)]
         kernels: dict[str, choice.TileKernel | str | None] = {
-            str(kernel): kernel for kernel in choice.tile_kernels(options, choice.LAUNCHES + choice.wide(wide), 2)
+            str(kernel): kernel for kernel in choice.tile_kernels(options, choice.LAUNCHES + random_launches(wide), 2)
         }
         times = choice.measure(plain, tuple(xs[0].shape), DTYPE, kernels)
         ranked = [key for key in sorted(times, key=lambda key: times[key]) if times[key] < float("inf")]

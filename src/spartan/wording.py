@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable, Sequence
 
 
@@ -29,10 +30,8 @@ def one_line(error: BaseException) -> str:
 
 def raised_in(error: BaseException) -> str:
     """The name of the module whose code raised an error."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__")) if frames else ""
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:

@@ -25,11 +25,7 @@ WRN = re.compile(r"wrn-(\d+)-(\d+)")
 
 
 def build_model(
-    name: str,
-    classes: int,
-    shape: Shape,
-    arguments: Mapping[str, Any] | None = None,
-    source: str = "the shape given",
+    name: str, classes: int, shape: Shape, arguments: Mapping[str, Any] | None = None, source: str = "the shape given"
 ) -> nn.Module:
     """The model of this name, its weights drawn from torch's global RNG; ValueError that says why there is none.
 
@@ -62,9 +58,6 @@ def build_model(
     if wrn is not None:
         return WideResNet(int(wrn[1]), int(wrn[2]), classes, shape[0])
     return digits_cnn(classes, shape[0]) if name == "digits-cnn" else resnet18_cifar(classes, shape[0])
-
-
-# ---------------------------------------------------------------------- our own
 
 
 def digits_cnn(classes: int = 10, channels: int = 1) -> nn.Sequential:
@@ -107,14 +100,14 @@ class WideResNet(nn.Module):
                 f"(did you mean wrn-{near}-{max(width, 1)}?)"
             )
         self.conv = _he(nn.Conv2d(channels, 16, 3, 1, 1, bias=False))
-        sizes, blocks = [16, 16 * width, 32 * width, 64 * width], []
-        for group in range(3):
+        inputs, blocks = 16, []
+        for outputs, stride in ((16 * width, 1), (32 * width, 2), (64 * width, 2)):
             for i in range((depth - 4) // 6):
-                inputs = sizes[group] if i == 0 else sizes[group + 1]
-                blocks.append(WideBlock(inputs, sizes[group + 1], 2 if group > 0 and i == 0 else 1))
+                blocks.append(WideBlock(inputs, outputs, 1 if i else stride))
+                inputs = outputs
         self.blocks = nn.Sequential(*blocks)
-        self.bn = nn.BatchNorm2d(sizes[3])
-        self.head = nn.Linear(sizes[3], classes)
+        self.bn = nn.BatchNorm2d(inputs)
+        self.head = nn.Linear(inputs, classes)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,9 +128,6 @@ def _he(layer: nn.Conv2d) -> nn.Conv2d:
     """He initialisation by fan-out, as in torchvision's ResNets."""
     nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
     return layer
-
-
-# ---------------------------------------------------------------------- others'
 
 
 def _torchvision_model(name: str, classes: int, shape: Shape, given: dict[str, Any], source: str) -> nn.Module:
@@ -204,8 +194,6 @@ def _call(function: Callable[..., nn.Module], name: str, arguments: dict[str, An
         told = f" with model_args {given}" if given else ""
         raise ValueError(f"model: {name} cannot be built{told}: {one_line(error)}") from error
 
-
-# ---------------------------------------------------------------------- others' modules
 
 _declarations: list[torch.library.Library] = []  # a declaration lasts as long as its library object
 

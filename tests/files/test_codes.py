@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spartan.files import bits, codes, nm
+from spartan.files import codes, nm
 from spartan.files.format import as_bits
 from spartan.files.values import FIELDS, decode_values, encode_values
 
@@ -41,9 +41,9 @@ def supports(draw: st.DrawFn) -> tuple[Tensor, int]:
 @many
 @given(st.lists(st.booleans(), max_size=200))
 def test_bits_come_back(flags: list[bool]) -> None:
-    packed = bits.pack(torch.tensor(flags, dtype=torch.bool))
-    assert packed.numel() == bits.byte_count(len(flags))
-    assert bits.unpack(packed)[: len(flags)].tolist() == flags
+    packed = codes.pack(torch.tensor(flags, dtype=torch.bool))
+    assert packed.numel() == codes.byte_count(len(flags))
+    assert codes.unpack(packed, len(flags)).tolist() == flags
     assert packed.tolist() == [
         sum(flag << i for i, flag in enumerate(flags[at : at + 8])) for at in range(0, len(flags), 8)
     ]
@@ -53,9 +53,9 @@ def test_bits_come_back(flags: list[bool]) -> None:
 @given(st.integers(0, 62), st.integers(0, 100), seeds)
 def test_numbers_come_back(width: int, count: int, seed: int) -> None:
     numbers = torch.randint(0, 1 << width, (count,), generator=generator(seed))
-    packed = bits.pack_numbers(numbers, width)
-    assert packed.numel() == width * bits.byte_count(count)
-    assert torch.equal(bits.unpack_numbers(packed, count, width), numbers)
+    packed = codes.pack_numbers(numbers, width)
+    assert packed.numel() == width * codes.byte_count(count)
+    assert torch.equal(codes.unpack_numbers(packed, count, width), numbers)
 
 
 @many
@@ -63,7 +63,7 @@ def test_numbers_come_back(width: int, count: int, seed: int) -> None:
 def test_mask_comes_back(support: tuple[Tensor, int]) -> None:
     kept, n = support
     data = codes.encode_mask(kept, n)
-    assert data.numel() == bits.byte_count(n) == math.ceil(n / 8)
+    assert data.numel() == codes.byte_count(n) == math.ceil(n / 8)
     assert torch.equal(codes.decode_mask(data, n, kept.numel()), kept)
 
 
@@ -79,7 +79,7 @@ def test_gaps_come_back_within_their_bound(support: tuple[Tensor, int]) -> None:
     assert torch.equal(codes.decode_gaps(data, n, count, k), kept)
     # The module's promise, however the units lie: 0.56 bits per kept unit over the bound; and rows are whole bytes.
     rows = max(1, n // max(1, count)).bit_length() + 1
-    smallest = 8 * min(size, bits.byte_count(n))
+    smallest = 8 * min(size, codes.byte_count(n))
     assert smallest <= (codes.entropy(n, count) if count <= n / 2 else n) + 0.56 * count + 8 * rows
 
 

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 import spartan
 from spartan import NM, Block
-from spartan.inference.attention import Attention
 from spartan.inference.convert import accelerate, explain
 from spartan.inference.gpu import choice
-from spartan.inference.gpu.layers import SemiStructuredLinear, TileLinear
-from spartan.inference.patches import PatchConv
+from spartan.inference.gpu.linear import SemiStructuredLinear, TileLinear
 from spartan.inference.runtime import DenseLinear
+from spartan.inference.stand_ins import Attention, PatchConv
 from tests.waiting import no_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

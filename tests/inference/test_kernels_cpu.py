@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spartan.inference.cpu import build, library, ops
-from spartan.inference.cpu.packed import pack, stored, unpack
+from spartan.inference.cpu.ops import pack, stored, unpack
 
 needs_kernels = pytest.mark.skipif(library.library() is None, reason=f"no compiled kernels here: {library.status()}")
 ISAS = {"portable": 0, "avx2": 1, "avx512": 2}
@@ -54,9 +54,7 @@ def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor, kind: str, h: int, g: int, activation: str) -> Tensor:
     packed = pack(weight, h, g)
-    if kind == "rows":
-        return ops.linear_rows(x, packed, padded(bias, h), activation)
-    return ops.linear_lanes(x, packed, ops.lane_offsets(packed), padded(bias, h), activation)
+    return ops.linear(kind, x, packed, ops.linear_places(kind, packed), padded(bias, h), activation)
 
 
 ROWS = [("rows", h, g) for h in (8, 16, 32, 64) for g in (1, 4, 8)]
@@ -120,7 +118,8 @@ def test_conv(case: tuple, dtype: torch.dtype, isa: str) -> None:
         for more in (None, residual):
             got = ops.conv2d(x, packed, layout, padded(bias, h), activation, more)
             again = None if more is None else more.double()
-            close(got, ops.conv_torch(x.double(), conv, weight.double(), bias.double(), activation, again), dtype)
+            shaped = weight.double().reshape(outputs, -1, *kernel)
+            close(got, ops.conv_torch(x.double(), conv, shaped, bias.double(), activation, again), dtype)
 
 
 @needs_kernels
@@ -186,10 +185,11 @@ def test_threads_change_nothing() -> None:
 def test_threads_without_openmp() -> None:
     """As on systems where torch brings no OpenMP that the library knows."""
     code = (
-        "import torch; from spartan.inference.cpu import library, ops; from spartan.inference.cpu.packed import pack\n"
+        "import torch; from spartan.inference.cpu import library, ops; from spartan.inference.cpu.ops import pack\n"
         "library.library().spartan_use_openmp(None); torch.set_num_threads(3)\n"
         "w, x = torch.randn(64, 64), torch.randn(100, 64)\n"
-        "y = ops.linear_rows(x, pack(w, 16, 8), torch.zeros(64), 'none')\n"
+        "packed = pack(w, 16, 8)\n"
+        "y = ops.linear('rows', x, packed, packed.runs, torch.zeros(64), 'none')\n"
         "assert torch.allclose(y, x @ w.T, atol=1e-4)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
@@ -211,7 +211,8 @@ def test_the_torch_forms() -> None:
     weight, bias, x = torch.randn(6, 8), torch.randn(6), torch.randn(5, 8)
     assert torch.equal(ops.linear_torch(x, weight, bias, "relu"), F.relu(F.linear(x, weight, bias)))
     conv, image = ops.Conv((2, 2), (2, 2), (1, 1), (1, 1), 1, 2), torch.randn(1, 2, 6, 6)
-    expected = F.gelu(F.conv2d(image, weight.reshape(6, 2, 2, 2), bias, 2, 1))
+    weight = weight.reshape(6, 2, 2, 2)
+    expected = F.gelu(F.conv2d(image, weight, bias, 2, 1))
     assert torch.equal(ops.conv_torch(image, conv, weight, bias, "gelu"), expected)
 
 

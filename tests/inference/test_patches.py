@@ -7,15 +7,19 @@ import torch
 from torch import nn
 
 from spartan.inference.fuse import plain_conv
-from spartan.inference.patches import PatchConv, convertible
 from spartan.inference.runtime import DenseConv2d
+from spartan.inference.stand_ins import PatchConv
+
+
+def dense(conv: nn.Conv2d) -> DenseConv2d:
+    constants = plain_conv(conv)
+    assert constants is not None
+    return DenseConv2d(conv.weight, conv.bias, constants)
 
 
 def patches(conv: nn.Conv2d) -> PatchConv:
-    constants = plain_conv(conv)
-    assert constants is not None
-    assert convertible(constants)
-    return PatchConv(DenseConv2d(conv.weight, conv.bias, constants))
+    assert PatchConv.suits(dense(conv))
+    return PatchConv(dense(conv))
 
 
 @pytest.mark.parametrize("window", [(2, 2), (4, 3), (16, 16)])
@@ -53,7 +57,5 @@ def test_the_tokens_of_a_transformer_are_not_copied() -> None:
     ],
     ids=str,
 )
-def test_windows_that_overlap_or_more_are_left_alone(conv: nn.Module) -> None:
-    constants = plain_conv(conv)
-    assert constants is not None
-    assert not convertible(constants)
+def test_windows_that_overlap_or_more_are_left_alone(conv: nn.Conv2d) -> None:
+    assert not PatchConv.suits(dense(conv))

@@ -15,13 +15,12 @@ from torch import Tensor, fx, nn
 
 import spartan
 from spartan import Block
-from spartan.inference import pool
-from spartan.inference.attention import Attention
 from spartan.inference.convert import accelerate, explain
 from spartan.inference.cpu import choice, library
 from spartan.inference.cpu.ops import Conv
 from spartan.inference.fuse import fold_batch_norm, fuse
 from spartan.inference.runtime import DenseConv2d, InferenceLayer, SparseConv2d, SparseLinear
+from spartan.inference.stand_ins import Attention, MaxPool
 from tests.torchvision_cpu import torchvision
 
 needs_kernels = pytest.mark.skipif(library.library() is None, reason=f"no compiled kernels here: {library.status()}")
@@ -294,15 +293,15 @@ def test_the_fall_back_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(("kernel", "stride", "padding"), [(3, 2, 1), (2, 2, 0), ((3, 5), (1, 3), (1, 2)), (4, 5, 2)])
 def test_max_pool(kernel: Any, stride: Any, padding: Any) -> None:
     plain = nn.MaxPool2d(kernel, stride, padding)
-    ours, x = pool.MaxPool(plain), torch.randn(2, 3, 11, 14)
+    ours, x = MaxPool(plain), torch.randn(2, 3, 11, 14)
     x[0, 0, 4, 4], x[1, 1] = torch.nan, -torch.inf
     for image in (x, x[0], x.to(memory_format=torch.channels_last), x.bfloat16(), x[..., :5, :6]):
         assert torch.equal(ours(image).nan_to_num(7.0), plain(image).nan_to_num(7.0))
     with pytest.raises(ValueError, match="smaller than the window"):
-        pool.MaxPool(nn.MaxPool2d(5))(x[..., :3, :])
-    assert not pool.convertible(nn.MaxPool2d(3, ceil_mode=True))
-    assert not pool.convertible(nn.MaxPool2d(3, return_indices=True))
-    assert pool.convertible(plain)
+        MaxPool(nn.MaxPool2d(5))(x[..., :3, :])
+    assert not MaxPool.suits(nn.MaxPool2d(3, ceil_mode=True))
+    assert not MaxPool.suits(nn.MaxPool2d(3, return_indices=True))
+    assert MaxPool.suits(plain)
 
 
 @needs_kernels

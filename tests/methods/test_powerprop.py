@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 import spartan
 from spartan import IMP, Block, Sparsifier, Spartan, TopKAST, Unstructured
-from spartan.app.report import write_report
+from spartan.app.report.page import write_report
 from spartan.app.train.config import RecipeError, load_recipe
 from spartan.app.train.loop import train
 from spartan.app.train.setup import build_method

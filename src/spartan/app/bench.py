@@ -7,8 +7,7 @@ import importlib.util
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,9 +27,11 @@ Call = Callable[[Tensor], Any]
 Tell = Callable[[str], None]
 EAGER, COMPILED, OURS = "dense, eager", "dense, torch.compile", "spartan"
 ONNX, OPENVINO = "dense, ONNX Runtime", "dense, OpenVINO"
-# Which extra of the package brings what a rival needs.
-NEEDS = {ONNX: {"onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx"}}
-NEEDS[OPENVINO] = {"onnx": "onnx", "onnxscript": "onnx", "openvino": "bench"}
+# Which extra of the package brings what an option needs.
+NEEDS = {
+    "--onnx": {"onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx"},
+    "--openvino": {"onnx": "onnx", "onnxscript": "onnx", "openvino": "bench"},
+}
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ class Result:
     answers: Answers | None = None
 
 
-def check_installed(option: str, rival: str) -> None:
-    """ValueError that names the extra where a rival's packages are missing."""
-    missing = {name: extra for name, extra in NEEDS[rival].items() if importlib.util.find_spec(name) is None}
+def check_installed(option: str) -> None:
+    """ValueError that names the extra where an option's packages are missing."""
+    missing = {name: extra for name, extra in NEEDS[option].items() if importlib.util.find_spec(name) is None}
     if missing:
         extras = ",".join(sorted(set(missing.values())))
         raise ValueError(f"{option} needs {' and '.join(missing)}: pip install 'spartan-sparsity[{extras}]'")
@@ -90,9 +91,11 @@ def bench(trained: Trained, batches: Sequence[int], rivals: Sequence[str], image
             x = trained.noise(batch)
             fast = spartan.accelerate(model, example_inputs=x)
             result.kernels[batch] = spartan.explain(fast)
-            with _rivals(trained.model, x, rivals, Path(folder), tell) as runs:
-                tell(f"batch {batch}: timing")
-                result.seconds[batch] = measure(runs | {OURS: fast}, x)
+            runs = _rivals(trained.model, x, rivals, Path(folder), tell)
+            tell(f"batch {batch}: timing")
+            result.seconds[batch] = measure(runs | {OURS: fast}, x)
+            if COMPILED in runs:
+                torch.compiler.reset()
         if data is not None:
             result.answers = compare(trained.model, fast, data, images, tell)
     return result
@@ -143,8 +146,7 @@ def compare(model: nn.Module, fast: nn.Module, data: Data, images: int, tell: Te
     return Answers(seen, data.test_size, before / seen, after / seen, same, gap)
 
 
-@contextmanager
-def _rivals(model: nn.Module, x: Tensor, names: Sequence[str], folder: Path, tell: Tell) -> Iterator[dict[str, Call]]:
+def _rivals(model: nn.Module, x: Tensor, names: Sequence[str], folder: Path, tell: Tell) -> dict[str, Call]:
     runs: dict[str, Call] = {EAGER: model}
     if COMPILED in names:
         tell(f"batch {len(x)}: torch.compile")
@@ -161,15 +163,12 @@ def _rivals(model: nn.Module, x: Tensor, names: Sequence[str], folder: Path, tel
             runs[ONNX] = onnx_runtime(file)
         if OPENVINO in names:
             runs[OPENVINO] = _openvino(file)
-    yield runs
-    if COMPILED in names:
-        torch.compiler.reset()
+    return runs
 
 
 def write_onnx(model: nn.Module, path: Path, x: Tensor, dynamic_batch: bool = True) -> Path:
     """`export_onnx` without the exporter's warnings about torch itself, which a user can do nothing about."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return spartan.export_onnx(model, path, x, dynamic_batch=dynamic_batch)
 
 

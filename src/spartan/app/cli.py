@@ -10,20 +10,12 @@ try:
     import typer
     from typer.core import TyperGroup
 
-    from spartan.app.commands.bench import bench
-    from spartan.app.commands.compare import compare
-    from spartan.app.commands.evaluate import evaluate
-    from spartan.app.commands.export import export
-    from spartan.app.commands.inspect import inspect
-    from spartan.app.commands.lists import methods, recipes
-    from spartan.app.commands.report import report
-    from spartan.app.commands.sweep import sweep
-    from spartan.app.commands.train import train
+    from spartan.app.commands import models, runs
 except ModuleNotFoundError as _missing:  # the library works without them
     raise SystemExit(f"the command line needs {_missing.name}: pip install 'spartan-sparsity[app]'") from None
 
 from spartan import __version__
-from spartan.app.train.signals import Interrupted
+from spartan.app.train.processes import Interrupted
 from spartan.wording import one_line, raised_in
 
 
@@ -92,5 +84,5 @@ def _spartan(
     """
 
 
-for _command in (train, recipes, methods, evaluate, compare, sweep, report, export, inspect, bench):
+for _command in (*runs.COMMANDS, *models.COMMANDS):
     app.command()(_command)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -54,21 +54,17 @@ class RunFolder:
     @cached_property
     def recipe(self) -> dict[str, Any]:
         """The recipe, unchecked; empty where it is no YAML."""
-        try:
-            values = parse_yaml(self.recipe_text)
-        except yaml.YAMLError:
-            return {}
-        return values if isinstance(values, dict) else {}
+        return _table(self.recipe_text, parse_yaml) or {}
 
     @cached_property
     def environment(self) -> dict[str, Any]:
         """Versions, machine and command."""
-        return _json(self.folder / "environment.json") or {}
+        return _table(_text(self.folder / "environment.json"), json.loads) or {}
 
     @cached_property
     def summary(self) -> dict[str, Any] | None:
         """The results; None while the run is unfinished."""
-        return _json(self.folder / "summary.json")
+        return _table(_text(self.folder / "summary.json"), json.loads)
 
     @property
     def finished(self) -> bool:
@@ -104,8 +100,6 @@ class RunFolder:
     def planned_epochs(self) -> int:
         """Epochs in the recipe."""
         return int(number(self.recipe.get("epochs")) or 0)
-
-    # ------------------------------------------------------------------ what was measured on the way
 
     @cached_property
     def _metrics(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
@@ -153,15 +147,12 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def _table(text: str, parse: Callable[[str], Any]) -> dict[str, Any] | None:
     try:
-        values = json.loads(_text(path))
-    except ValueError:
+        values = parse(text)
+    except (ValueError, yaml.YAMLError):
         return None
     return values if isinstance(values, dict) else None
-
-
-# ---------------------------------------------------------------------- finding runs
 
 
 def is_run(folder: Path) -> bool:
@@ -217,9 +208,6 @@ def result_line(summary: Mapping[str, Any]) -> str:
         f"top-1 {summary['top1']:.2%}, sparsity {summary['achieved_sparsity']:.2%}, "
         f"{summary['nonzero']:,} nonzero weights, {summary['seconds']:.1f} s"
     )
-
-
-# ---------------------------------------------------------------------- which runs are the same
 
 
 def data_name(config: Config) -> str:

@@ -1,11 +1,11 @@
-"""Shows tables, bars and status lines on a terminal, and plain lines in pipes, files and logs."""
+"""Shows tables, status lines and how far a run has come: with bars on a terminal, as plain lines in pipes and logs."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -81,3 +81,34 @@ class ProgressBar:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+class Display(ProgressBar):
+    """A progress bar with loss, accuracy, density, β and the time left; quiet under CI or a pipe."""
+
+    def __init__(self, epochs: int, total_steps: int, quiet: bool) -> None:
+        self._epochs, self._total, self._quiet = epochs, total_steps, quiet
+        self._accuracy, self._drawn = "", 0.0
+        shown = not quiet and not is_plain()
+        super().__init__(shown, "starting", total_steps, ("MofNCompleteColumn", "TimeRemainingColumn"))
+
+    def step(self, step: int, loss: float, progress: Callable[[], Mapping[str, Any]]) -> None:
+        """A step is done; the bar is redrawn, with the sparsifier's progress, ten times a second at most."""
+        if self._bar is None or (time.monotonic() - self._drawn < 0.1 and step < self._total):
+            return
+        self._drawn, now = time.monotonic(), progress()
+        beta = f" β {now['beta']:.3g}" if now["beta"] is not None else ""
+        text = f"loss {loss:.3f}{self._accuracy} density {now['target_density']:.2%}{beta}"
+        self._bar.update(self._task, completed=step, description=text)
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        """An epoch is done."""
+        self._accuracy = f" top-1 {record['top1']:.2%}"
+        if self._bar is None and not self._quiet:
+            beta = f"  β {record['beta']:.3g}" if record["beta"] is not None else ""
+            print(
+                f"epoch {record['epoch']}/{self._epochs}  loss {record['train_loss']:.4f}  "
+                f"test loss {record['test_loss']:.4f}  top-1 {record['top1']:.2%}  density {record['density']:.3%}{beta}  "
+                f"{record['images_per_s']:.0f} images/s",
+                flush=True,
+            )

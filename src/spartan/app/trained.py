@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,6 @@ class Trained:
     config: Config | None
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Of one image."""
-        channels, height, width = self.reference.get("shape", (3, 224, 224))
-        return channels, height, width
-
-    @property
     def dense_bytes(self) -> int:
         """What the tensors take when they are stored as they are."""
         return sum(t.nbytes for t in self.model.state_dict().values())
@@ -55,7 +49,9 @@ class Trained:
 
     def noise(self, batch: int) -> Tensor:
         """Inputs of the right shape."""
-        return torch.randn(batch, *self.shape, generator=torch.Generator().manual_seed(0))
+        return torch.randn(
+            batch, *self.reference.get("shape", (3, 224, 224)), generator=torch.Generator().manual_seed(0)
+        )
 
 
 def find_trained(target: Path, recipe: str | None = None, sets: Sequence[str] = ()) -> Trained:
@@ -68,10 +64,15 @@ def find_trained(target: Path, recipe: str | None = None, sets: Sequence[str] = 
         recipe: for a file: the recipe that names model and data.
         sets: changes to the run's recipe or to `recipe`, each `key=value`.
     """
+    name = target.resolve().name.removesuffix(".safetensors")
     if target.is_file() and recipe is None and is_packed(target):
         if sets:
             raise RecipeError("--set changes keys of a recipe, and a file has none; --recipe RECIPE names one")
-        return _by_file(target)
+        contents = open_file(target)
+        check_memory(contents, None)
+        model = build_named(contents, "--recipe RECIPE names the model")
+        model.load_state_dict(unpack_all(contents))
+        return Trained(name, target, True, model.float(), dict(contents.architecture or {}), None)
     config, weights, _ = load_trained(target, recipe, sets)
     path = target / "model.safetensors" if target.is_dir() else target
     packed = is_packed(path)
@@ -87,38 +88,25 @@ def find_trained(target: Path, recipe: str | None = None, sets: Sequence[str] = 
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise RecipeError(f"the weights do not fit model {config.model}: {one_line(error)}") from None
-    return Trained(target.resolve().name.removesuffix(".safetensors"), path, packed, model.eval(), reference, config)
-
-
-def _by_file(path: Path) -> Trained:
-    contents = open_file(path)
-    check_memory(contents, None)
-    model = build_named(contents, "--recipe RECIPE names the model")
-    model.load_state_dict(unpack_all(contents))
-    reference = dict(contents.architecture or {})
-    return Trained(path.resolve().name.removesuffix(".safetensors"), path, True, model.float(), reference, None)
+    return Trained(name, path, packed, model.eval(), reference, config)
 
 
 def load_trained(
     target: Path, recipe: str | None, sets: Sequence[str] = ()
 ) -> tuple[Config, dict[str, Tensor], dict[str, Any] | None]:
     """Recipe, weights and summary of a finished run; of a file of weights, with the recipe it needs and no summary."""
-    if not target.is_dir():
-        if recipe is None:
-            hint = "a file needs --recipe RECIPE" if target.is_file() else "there is no such run folder or file"
-            raise RecipeError(f"{target}: {hint}")
-        return load_recipe(recipe, sets), _load_weights(target), None
-    if recipe is not None:
-        raise RecipeError(f"--recipe: {target} is a run folder and has its own; use --set to change keys of it")
-    summary = read_run(target).summary
-    if summary is None:
-        raise ValueError(f"{target} is unfinished; continue it first: spartan train --resume {target}")
-    return load_recipe(target / "recipe.yaml", sets), _load_weights(target / "model.safetensors"), summary
-
-
-def _load_weights(file: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file, packed by `spartan.save` or plain."""
-    return read(file) if is_packed(file) else load_file(file)
+    summary, file = None, target
+    if target.is_dir():
+        if recipe is not None:
+            raise RecipeError(f"--recipe: {target} is a run folder and has its own; use --set to change keys of it")
+        summary = read_run(target).summary
+        if summary is None:
+            raise ValueError(f"{target} is unfinished; continue it first: spartan train --resume {target}")
+        recipe, file = str(target / "recipe.yaml"), target / "model.safetensors"
+    elif recipe is None:
+        hint = "a file needs --recipe RECIPE" if target.is_file() else "there is no such run folder or file"
+        raise RecipeError(f"{target}: {hint}")
+    return load_recipe(recipe, sets), read(file) if is_packed(file) else load_file(file), summary
 
 
 def is_packed(file: Path) -> bool:
@@ -130,14 +118,3 @@ def is_packed(file: Path) -> bool:
             return "spartan.version" in (opened.metadata() or {})
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read as safetensors: {error}") from None
-
-
-def count_nonzero(weights: Mapping[str, Tensor], summary: Mapping[str, Any] | None) -> tuple[int, int, str]:
-    """Nonzero and all of the weights that a run counted; without its summary, of the tensors that can be sparse."""
-    sizes = {name: (int((w != 0).sum()), w.numel()) for name, w in weights.items() if w.ndim > 1}
-    if summary is None:
-        kind = "weights in tensors of 2 or more dimensions"
-        return sum(n for n, _ in sizes.values()), sum(n for _, n in sizes.values()), kind
-    counted = [sizes[layer["name"]] for layer in summary["layers"]]
-    zeros, total = sum(size - nonzero for nonzero, size in counted), int(summary["parameters"])
-    return total - zeros, total, "counted weights"

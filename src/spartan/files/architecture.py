@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -55,11 +56,9 @@ def reference_of(
         found: dict[str, Any] = {"model": f"timm/{config['architecture']}"}
         classes = getattr(model, "num_classes", 1000)
         found |= {} if classes == 1000 else {"classes": classes}
-        try:
+        with suppress(Unbuildable):
             build(found, shapes, real=False)
-        except Unbuildable:
-            return None
-        return found
+            return found
     return None
 
 
@@ -130,11 +129,10 @@ def _parse_reference(reference: Mapping[str, Any], tensors: int) -> tuple[str, i
 
 def differences(model: Shapes, file: Shapes) -> str | None:
     """The first difference between a model's shapes and a file's, in words; None if there is none."""
-    for what, names in (("has", model.keys() - file.keys()), ("lacks", file.keys() - model.keys())):
-        if names:
-            other = "that the file lacks" if what == "has" else "that the file has"
-            order = list(model if what == "has" else file)
-            return f"{what} {len(names)} tensors {other}, such as {min(names, key=order.index)}"
+    if more := [key for key in model if key not in file]:
+        return f"has {len(more)} tensors that the file lacks, such as {more[0]}"
+    if fewer := [key for key in file if key not in model]:
+        return f"lacks {len(fewer)} tensors that the file has, such as {fewer[0]}"
     for key, shape in file.items():
         if model[key] != shape:
             return f"has {key} of shape {model[key]}, and the file of {shape}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spartan.files import codes, nm
-from spartan.files.bits import byte_count
+from spartan.files.codes import byte_count
 from spartan.problem.patterns import Pattern
 from spartan.problem.patterns.block import Block
 
@@ -125,9 +125,6 @@ def _units(kept: Tensor, units: int, itemsize: float, h: int, w: int) -> tuple[f
     return values + coded, Code("gaps", h, w, k), kept
 
 
-# ---------------------------------------------------------------------- blocks
-
-
 def _blocks_of(kept: Tensor, columns: int, h: int, w: int) -> Tensor:
     """The blocks of h × w, in row-major order of blocks, that hold any of the kept entries."""
     rows_of, across = kept // columns, columns // w
@@ -177,9 +174,6 @@ def _usual(sample: Tensor, rows: int, columns: int) -> list[tuple[int, int]]:
             if int(torch.count_nonzero(wide)) * h * w <= SLACK * count and h * w > 1:
                 fits.append((h, w))
     return sorted(fits, key=lambda sides: sides[0] * sides[1])[-3:]
-
-
-# ---------------------------------------------------------------------- N:M
 
 
 def _groups(support: Tensor, count: int, itemsize: float, beat: float) -> Iterator[tuple[float, Code, Tensor]]:

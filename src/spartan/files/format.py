@@ -49,7 +49,7 @@ DTYPES: dict[str, torch.dtype] = {
     **{"F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
     **{"BOOL": torch.bool, "C64": torch.complex64},
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -73,11 +73,6 @@ class Container:
     metadata: Mapping[str, str]
     data: Tensor
 
-    def tensor(self, name: str) -> Tensor:
-        """One of the container's tensors, in memory of its own."""
-        entry = self.entries[name]
-        return self.flat(name, 0, count_of(entry.shape)).reshape(entry.shape)
-
     def flat(self, name: str, first: int, count: int) -> Tensor:
         """Some of a tensor's entries in row-major order, in memory of their own."""
         entry = self.entries[name]
@@ -88,11 +83,6 @@ class Container:
 def as_bits(tensor: Tensor) -> Tensor:
     """The entries as integers of the same size, so that −0.0 and every NaN stay what they are."""
     return tensor.view(_BITS[tensor.dtype.itemsize])
-
-
-def dtype_name(dtype: torch.dtype) -> str | None:
-    """What safetensors calls the dtype; None if it has no word for it."""
-    return _NAMES.get(dtype)
 
 
 def count_of(shape: Sequence[int]) -> int:
@@ -123,7 +113,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     for name in order:
         begin, end = end, end + tensors[name].nbytes
         shape = list(tensors[name].shape)
-        header[name] = {"dtype": _NAMES[tensors[name].dtype], "shape": shape, "data_offsets": [begin, end]}
+        header[name] = {"dtype": NAMES[tensors[name].dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _LARGEST_HEADER:

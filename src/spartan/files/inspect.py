@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import suppress
 
 from spartan.files import codes
 from spartan.files.load import Spec, open_file
@@ -47,15 +48,16 @@ def inspect(path: str | os.PathLike[str]) -> str:
     dense = sum(spec.nbytes for spec in specs.values())
     bound = sum(map(bound_bytes, specs.values()))
     reference, over = contents.architecture, container.size / max(1.0, bound) - 1
-    larger = "larger" if over > 0 else "smaller"
+    larger, version = "larger" if over > 0 else "smaller", container.metadata["spartan.version"]
+    sparsity = "not named"
+    with suppress(KeyError, ValueError):
+        zeros = float(container.metadata["spartan.sparsity"])
+        sparsity = f"{zeros:.4%} of the weights in tensors of 2 or more dimensions"
     facts = [
-        (
-            "file",
-            f"{path}: {container.size:,} bytes, format version {container.metadata['spartan.version']}, checksum good",
-        ),
+        ("file", f"{path}: {container.size:,} bytes, format version {version}, checksum good"),
         ("architecture", json.dumps(reference) if reference else "not named: load needs the model"),
         ("pattern", container.metadata.get("spartan.pattern", "not named")),
-        ("sparsity", _sparsity(container.metadata.get("spartan.sparsity", ""))),
+        ("sparsity", sparsity),
         ("dense", f"{dense:,} bytes, {dense / container.size:.2f} times the file"),
         ("bound", f"{bound:,.0f} bytes if values are random bits; the file is {abs(over):.2%} {larger}"),
     ]
@@ -81,10 +83,3 @@ def inspect(path: str | os.PathLike[str]) -> str:
 def _sizes(specs: list[Spec]) -> list[str]:
     stored, bound = sum(spec.stored_bytes for spec in specs), sum(map(bound_bytes, specs))
     return [f"{stored:,}", f"{bound:,.0f}", f"{stored / bound - 1:+.1%}" if bound else ""]
-
-
-def _sparsity(text: str) -> str:
-    try:
-        return f"{float(text):.4%} of the weights in tensors of 2 or more dimensions"
-    except ValueError:
-        return "not named"

@@ -135,9 +135,6 @@ def read(path: str | os.PathLike[str], *, max_bytes: int | None = None) -> dict[
     return unpack_all(contents)
 
 
-# ---------------------------------------------------------------------- what the file claims
-
-
 def open_file(path: str | os.PathLike[str]) -> Contents:
     """Read and check a file: its checksum, and everything that its header says, before any tensor is unpacked."""
     with torch.device("cpu"):  # whatever the default is
@@ -245,31 +242,26 @@ def build_named(contents: Contents, remedy: str) -> nn.Module:
     return model.eval()
 
 
-# ---------------------------------------------------------------------- unpacking
-
-
 def unpack_all(contents: Contents) -> dict[str, Tensor]:
     """Every tensor of the file; other names of a tensor give the same one."""
     container, tensors = contents.container, {}
     for name, spec in contents.specs.items():
         try:
             if spec.code is None:
-                tensors[name] = container.tensor(name)
-            else:
-                index = container.flat(format.BYTES, spec.bytes_at, spec.index_bytes)
-                with torch.device("cpu"):
-                    tensors[name] = unpack(spec.shape, spec.code, _values(container, spec), index)
+                tensors[name] = container.flat(name, 0, spec.count).reshape(spec.shape)
+                continue
+            index = container.flat(format.BYTES, spec.bytes_at, spec.index_bytes)
+            with torch.device("cpu"):
+                if spec.exponents is None:
+                    pool = f"{format.VALUES}{format.NAMES[spec.dtype]}"
+                    values = container.flat(pool, spec.values_at, spec.kept)
+                else:
+                    data = container.flat(format.BYTES, spec.bytes_at + spec.index_bytes, spec.value_bytes)
+                    values = decode_values(CodedValues(spec.exponents, spec.k, data), spec.dtype, spec.kept)
+                tensors[name] = unpack(spec.shape, spec.code, values, index)
         except ValueError as error:
             raise ValueError(f"{container.path}: is damaged: {ascii(name)[:80]}: {error}") from None
     return tensors | {alias: tensors[name] for alias, name in contents.aliases.items()}
-
-
-def _values(container: format.Container, spec: Spec) -> Tensor:
-    """The kept entries of a packed tensor."""
-    if spec.exponents is None:
-        return container.flat(f"{format.VALUES}{format.dtype_name(spec.dtype)}", spec.values_at, spec.kept)
-    data = container.flat(format.BYTES, spec.bytes_at + spec.index_bytes, spec.value_bytes)
-    return decode_values(CodedValues(spec.exponents, spec.k, data), spec.dtype, spec.kept)
 
 
 def unpack(shape: tuple[int, ...], code: Code, values: Tensor, index: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from spartan.files.bits import byte_count, pack_numbers, unpack_numbers
+from spartan.files.codes import byte_count, pack_numbers, unpack_numbers
 
 LARGEST_M = 16  # the tables have 2^m rows
 

@@ -76,7 +76,9 @@ def save(
     if pattern is not None:
         check_pattern(pattern)
     model = unwrap(model)
-    _check_model(model)
+    # A copy made for inference has merged layers, which hold their weights in the kernels' own form.
+    if any(type(module).__module__.startswith("spartan.inference.") for module in model.modules()):
+        raise ValueError("the model runs sparse kernels: it is a copy made by load; save the model it was made from")
     state, aliases = state_of(model)
     reference = reference_of(model, architecture, {name: tuple(t.shape) for name, t in state.items()})
     tensors: dict[str, Tensor] = {}
@@ -172,7 +174,7 @@ def _encode(x: Tensor, bits: Tensor, code: Code, kept: Tensor) -> PackedTensor:
 
 def _header_item(packed: PackedTensor) -> list[Any]:
     """What the header says about a packed tensor."""
-    dtype = format.dtype_name(packed.values.dtype)
+    dtype = format.NAMES[packed.values.dtype]
     spec = [str(packed.code), list(packed.shape), dtype, packed.values.numel(), packed.index.numel()]
     coded = packed.coded
     return spec if coded is None else [*spec, coded.data.numel(), coded.k, list(coded.exponents)]
@@ -186,7 +188,7 @@ def _pools(packed: Mapping[str, PackedTensor]) -> dict[str, Tensor]:
         if x.coded is not None:
             pools[format.BYTES].append(x.coded.data)
         else:
-            pools.setdefault(f"{format.VALUES}{format.dtype_name(x.values.dtype)}", []).append(format.as_bits(x.values))
+            pools.setdefault(f"{format.VALUES}{format.NAMES[x.values.dtype]}", []).append(format.as_bits(x.values))
     dtypes = {f"{format.VALUES}{name}": dtype for name, dtype in format.DTYPES.items()} | {format.BYTES: torch.uint8}
     return {name: torch.cat(parts).view(dtypes[name]) for name, parts in pools.items()}
 
@@ -206,12 +208,6 @@ def _json(what: object) -> str:
     return json.dumps(what, separators=(",", ":"), ensure_ascii=False)
 
 
-def _check_model(model: nn.Module) -> None:
-    """Refuse a copy made for inference, whose layers are merged and hold their weights in the kernels' own form."""
-    if any(type(module).__module__.startswith("spartan.inference.") for module in model.modules()):
-        raise ValueError("the model runs sparse kernels: it is a copy made by load; save the model it was made from")
-
-
 def _check_storable(name: str, tensor: object) -> None:
     """Refuse what cannot be stored, with the remedy."""
     if not isinstance(tensor, Tensor):
@@ -226,7 +222,7 @@ def _check_storable(name: str, tensor: object) -> None:
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout is not torch.strided:
         kind = type(tensor).__name__ if tensor.layout is torch.strided else str(tensor.layout)
         raise ValueError(f"{name} is a {kind}; a plain dense tensor is needed (full_tensor() or to_dense() gives one)")
-    if tensor.is_quantized or format.dtype_name(tensor.dtype) is None:
+    if tensor.is_quantized or tensor.dtype not in format.NAMES:
         raise ValueError(f"{name} has dtype {tensor.dtype}, for which safetensors has no word; convert it first")
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spartan.files.bits import byte_count, pack_numbers, unpack_numbers
-from spartan.files.codes import count_bytes, decode_gaps, encode_gaps, gaps_of
+from spartan.files.codes import byte_count, count_bytes, decode_gaps, encode_gaps, gaps_of, pack_numbers, unpack_numbers
 from spartan.files.format import as_bits
 
 # Bits of mantissa and of exponent.

@@ -9,15 +9,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from spartan.inference import patches, pool
-from spartan.inference.attention import Attention, convertible
 from spartan.inference.cpu.choice import choose, sparse_layer
 from spartan.inference.cpu.ops import DTYPES as _CPU_DTYPES
 from spartan.inference.fuse import fuse, plain_conv, plain_linear, replace_module
 from spartan.inference.gpu import choice as gpu
-from spartan.inference.gpu.ops import DTYPES as _GPU_DTYPES
-from spartan.inference.runtime import DenseConv2d, DenseLinear, DeviceLinear, InferenceLayer, SparseLinear, arguments_of
+from spartan.inference.gpu.linear import DTYPES as _GPU_DTYPES
+from spartan.inference.gpu.linear import DeviceLinear
+from spartan.inference.runtime import DenseConv2d, DenseLinear, InferenceLayer, SparseLinear, arguments_of
+from spartan.inference.stand_ins import Attention, MaxPool, PatchConv
 
 M = TypeVar("M", bound=nn.Module)
 # Shape and type of what a layer is given.
@@ -119,7 +120,7 @@ def explain(model: nn.Module) -> list[Explanation]:
         if isinstance(layer, InferenceLayer):
             found.append(Explanation(name or "the model", layer.kernel, layer.why))
         elif isinstance(layer, nn.Linear | nn.Conv2d | nn.MultiheadAttention):
-            refused = convertible(layer) if isinstance(layer, nn.MultiheadAttention) else ""
+            refused = Attention.why_not(layer) if isinstance(layer, nn.MultiheadAttention) else ""
             why = getattr(layer, "chosen", "") or refused or "as it was given"
             found.append(Explanation(name or "the model", "dense", why))
     return found
@@ -135,33 +136,28 @@ def _make_replaceable(holder: nn.ModuleDict) -> dict[str, Any]:
     gpu_model = any(map(_on_gpu, holder.state_dict().values()))
     for name, module in list(holder.named_modules()):
         layer: nn.Module | None = None
+        dense = module if isinstance(module, DenseConv2d) else None
+        if isinstance(module, nn.Conv2d) and (conv := plain_conv(module)):
+            dense = DenseConv2d(module.weight, module.bias, conv)
         if isinstance(module, nn.TransformerEncoderLayer):
             given[name] = module.activation_relu_or_gelu
             module.activation_relu_or_gelu = 0  # its fused path reads weights that are no longer there
-        if type(module) is nn.MultiheadAttention and not convertible(module) and _worth_a_kernel(module.in_proj_weight):
-            given[name], layer = module, Attention(module)
+        elif type(module) is nn.MultiheadAttention:
+            if not Attention.why_not(module) and _worth_a_kernel(module.in_proj_weight):
+                given[name], layer = module, Attention(module)
         elif plain_linear(module) and _worth_a_kernel(module.weight):
             # Attention that stays as it is reads its output projection's weight itself.
-            if isinstance(holder.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
-                continue
-            layer = DenseLinear(module.weight, module.bias)
-        elif isinstance(module, nn.Conv2d) and (conv := plain_conv(module)):
-            dense = DenseConv2d(module.weight, module.bias, conv)
-            if gpu_model and _as_patches(dense):
-                given[name], layer = module, patches.PatchConv(dense)
-            elif _worth_a_kernel(module.weight):
-                layer = dense
-        elif gpu_model and isinstance(module, DenseConv2d) and _as_patches(module):
-            given[name], layer = module, patches.PatchConv(module)
-        elif isinstance(module, nn.MaxPool2d) and pool.convertible(module) and not gpu_model:
-            layer = pool.MaxPool(module)
+            if not isinstance(holder.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+                layer = DenseLinear(module.weight, module.bias)
+        elif dense is not None and gpu_model and PatchConv.suits(dense) and _has_kernel(dense.weight):
+            given[name], layer = module, PatchConv(dense)
+        elif dense is not None and _worth_a_kernel(dense.weight):
+            layer = dense
+        elif MaxPool.suits(module) and not gpu_model:
+            layer = MaxPool(module)
         if layer is not None:
             replace_module(holder, name, layer)
     return given
-
-
-def _as_patches(conv: DenseConv2d) -> bool:
-    return patches.convertible(conv.conv) and conv.activation == "none" and _has_kernel(conv.weight, conv.weight.dtype)
 
 
 def _is_sparse(model: nn.Module) -> bool:
@@ -179,30 +175,38 @@ def _restore_unused(holder: nn.ModuleDict, given: dict[str, Any], shapes: Mappin
     """
     for name, was in given.items():
         module = holder.get_submodule(name)
-        if isinstance(module, patches.PatchConv):
-            seen = shapes.get(id(module))
-            wins, times = (False, "") if seen is None else patches.faster(module, was, *seen)
-            if wins:
-                module.linear.why = times if module.linear.kernel == "dense" else f"{module.linear.why}; {times}"
+        if isinstance(module, PatchConv):
+            if told := _faster_patches(module, was, shapes.get(id(module))):
+                linear = module.linear
+                linear.why = told if linear.kernel == "dense" else f"{linear.why}; {told}"
             else:
                 replace_module(holder, name, was)
+        elif _is_sparse(module) or not all(map(_on_gpu, module.state_dict().values())):
             continue
-        if _is_sparse(module) or not all(map(_on_gpu, module.state_dict().values())):
-            continue
-        if isinstance(module, nn.TransformerEncoderLayer):
+        elif isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = was
         elif isinstance(module, Attention):
             was.chosen = f"projections: {module.in_proj.why}"
             replace_module(holder, name, was)
 
 
-def _has_kernel(weight: Tensor, dtype: torch.dtype) -> bool:
-    return dtype in (_GPU_DTYPES if _on_gpu(weight) else _CPU_DTYPES)
+@torch.inference_mode()
+def _faster_patches(patches: PatchConv, conv: nn.Conv2d | DenseConv2d, seen: Seen | None) -> str:
+    """Both times where the device is done sooner with the patches; empty where it is not, or nobody knows the shape."""
+    if seen is None:
+        return ""
+    x = torch.randn(seen[0], device=conv.weight.device).to(seen[1])
+    ours, theirs = gpu.timed({"patches": patches, "convolution": conv}, x).values()
+    return f"patches {1e3 * ours:.3f} ms, convolution {1e3 * theirs:.3f} ms" if ours < theirs else ""
+
+
+def _has_kernel(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
+    return (dtype or weight.dtype) in (_GPU_DTYPES if _on_gpu(weight) else _CPU_DTYPES)
 
 
 def _worth_a_kernel(weight: Tensor) -> bool:
     # Fewer than this cannot pay.
-    return _has_kernel(weight, weight.dtype) and float((weight == 0).float().mean()) >= 0.3
+    return _has_kernel(weight) and float((weight == 0).float().mean()) >= 0.3
 
 
 def _choose_kernel(
@@ -210,32 +214,28 @@ def _choose_kernel(
 ) -> None:
     """Put the layer on the kernel that suits it, or leave it as it is, and note why."""
     weight = layer.weight
+    tokens = _GPU_TOKENS if _on_gpu(weight) else _TOKENS
+    usual = (1, layer.conv.channels, _SIDE, _SIDE) if isinstance(layer, DenseConv2d) else (tokens, weight.shape[1])
+    shape, dtype = seen or (usual, weight.dtype)
     if not _worth_a_kernel(weight):
         layer.why = f"{float((weight == 0).float().mean()):.1%} zeros: too few"
-        return
-    parent, _, last = name.rpartition(".")
-    if isinstance(layer, DenseConv2d):
-        usual: tuple[int, ...] = (1, layer.conv.channels, _SIDE, _SIDE)
-    else:
-        usual = (_GPU_TOKENS if _on_gpu(weight) else _TOKENS, weight.shape[1])
-    shape, dtype = seen or (usual, weight.dtype)
-    if not _has_kernel(weight, dtype):
+    elif not _has_kernel(weight, dtype):
         layer.why = f"no kernel for {dtype}"
-        return
-    chosen: InferenceLayer
-    if _on_gpu(weight):
-        if isinstance(layer, DenseConv2d):
-            layer.why = "no sparse convolution for CUDA devices"
-            return
-        on_gpu, why = gpu.choose(layer, shape, dtype, kernels)
-        chosen = layer if on_gpu is None else gpu.build(layer, on_gpu)
+    elif _on_gpu(weight) and isinstance(layer, DenseConv2d):
+        layer.why = "no sparse convolution for CUDA devices"
     else:
-        shape = (1, *shape) if isinstance(layer, DenseConv2d) and len(shape) == 3 else shape
-        projections = isinstance(holder.get_submodule(parent), Attention) and last == "in_proj"
-        kernel, why = choose(layer, shape, dtype, kernels, parts=3 if projections else 1)
-        chosen = layer if kernel is None else sparse_layer(layer, kernel)
-    chosen.why = why if seen else f"{why}; without example inputs"
-    replace_module(holder, name, chosen)
+        chosen: InferenceLayer = layer
+        if isinstance(layer, DenseLinear) and _on_gpu(weight):
+            on_gpu, why = gpu.choose(layer, shape, dtype, kernels)
+            chosen = layer if on_gpu is None else gpu.build(layer, on_gpu)
+        else:
+            shape = (1, *shape) if isinstance(layer, DenseConv2d) and len(shape) == 3 else shape
+            parent, _, last = name.rpartition(".")
+            projections = isinstance(holder.get_submodule(parent), Attention) and last == "in_proj"
+            kernel, why = choose(layer, shape, dtype, kernels, parts=3 if projections else 1)
+            chosen = layer if kernel is None else sparse_layer(layer, kernel)
+        chosen.why = why if seen else f"{why}; without example inputs"
+        replace_module(holder, name, chosen)
 
 
 @torch.inference_mode()
@@ -252,7 +252,7 @@ def _shapes(holder: nn.ModuleDict, inputs: Any) -> dict[int, Seen]:
         if args and isinstance(args[0], Tensor):
             seen.setdefault(id(module), (tuple(args[0].shape), args[0].dtype))
 
-    layers = [m for m in holder.modules() if isinstance(m, DenseLinear | DenseConv2d | patches.PatchConv)]
+    layers = [m for m in holder.modules() if isinstance(m, DenseLinear | DenseConv2d | PatchConv)]
     handles = [layer.register_forward_pre_hook(note) for layer in layers]
     try:
         _call(holder["model"], inputs)
@@ -262,17 +262,10 @@ def _shapes(holder: nn.ModuleDict, inputs: Any) -> dict[int, Seen]:
     return seen
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [tensor for part in values for tensor in _tensors(part)]
-
-
 def _compare(before: Any, after: Any) -> None:
     """The copy must do what the model does: guards against models that use their layers in ways not foreseen here."""
-    for a, b in zip(_tensors(before), _tensors(after), strict=True):
-        if not a.is_floating_point() or a.numel() == 0:
+    for a, b in zip(tree_leaves(before), tree_leaves(after), strict=True):
+        if not isinstance(a, Tensor) or not a.is_floating_point() or a.numel() == 0:
             continue
         # TF32, where the model was run in it, has 11 bits.
         exact = a.dtype == torch.float32 and (not a.is_cuda or torch.get_float32_matmul_precision() == "highest")

@@ -23,8 +23,9 @@ from spartan.inference.cpu.ops import Conv
 from spartan.inference.runtime import DenseConv2d, DenseLinear
 
 _SUMS: tuple[Callable, ...] = (operator.add, operator.iadd, torch.add)
-_FUNCTIONS: dict[Any, str] = {F.relu: "relu", torch.relu: "relu", F.silu: "silu", F.gelu: "gelu"}
-_METHODS = {"relu": "relu", "relu_": "relu"}
+# Functions, and methods by their names.
+_ACTIVATIONS: dict[Any, str] = {F.relu: "relu", torch.relu: "relu", F.silu: "silu", F.gelu: "gelu"}
+_ACTIVATIONS |= {"relu": "relu", "relu_": "relu"}
 
 
 class _Shallow(fx.Tracer):
@@ -126,26 +127,13 @@ class _Rewrite:
         """The one step that uses the node's result."""
         return next(iter(node.users)) if len(node.users) == 1 else None
 
-    def replace(self, node: fx.Node, module: nn.Module) -> None:
-        replace_module(self.owner, str(node.target), module)
-
     def run(self) -> None:
         for node in list(self.graph.nodes):
             module = self.unshared(node)
-            if module is None:
-                continue
             if isinstance(module, nn.Conv2d) and (conv := plain_conv(module)):
                 self.merge_conv(node, module, conv)
-            elif plain_linear(module):
-                self.merge_linear(node, module)
-
-    def merge_linear(self, node: fx.Node, module: nn.Linear) -> None:
-        after = self.next(node)
-        kind = self.take_activation(after)
-        if after is None or kind is None:
-            return
-        self.replace(node, DenseLinear(module.weight, module.bias, kind))
-        self.drop(after, node)
+            elif module is not None and plain_linear(module) and (kind := self.take_activation(node)):
+                replace_module(self.owner, str(node.target), DenseLinear(module.weight, module.bias, kind))
 
     def merge_conv(self, node: fx.Node, module: nn.Conv2d, conv: Conv) -> None:
         weight: Tensor = module.weight
@@ -157,7 +145,7 @@ class _Rewrite:
             self.drop(after, node)
             after = self.next(node)
         layer = DenseConv2d(weight, bias, conv)
-        self.replace(node, layer)
+        replace_module(self.owner, str(node.target), layer)
         source = node.args[0]
         if self.rewritable and after is not None and self.is_sum(after) and isinstance(source, fx.Node):
             other = next(a for a in after.args if a is not node)
@@ -169,35 +157,32 @@ class _Rewrite:
                 self.graph.erase_node(after)
                 self.graph.erase_node(node)
                 self.rewritten = True
-                node, after = fused, self.next(fused)
-        kind = self.take_activation(after)
-        if after is not None and kind is not None:
-            layer.activation = kind
-            self.drop(after, node)
+                node = fused
+        layer.activation = self.take_activation(node) or "none"
 
     def is_sum(self, node: fx.Node) -> bool:
         if node.op != "call_function" or node.target not in _SUMS or len(node.args) != 2 or node.kwargs:
             return False
         return all(isinstance(a, fx.Node) for a in node.args) and node.args[0] is not node.args[1]
 
-    def take_activation(self, node: fx.Node | None) -> str | None:
-        """The activation that the node computes, where it may be merged."""
-        if node is None:
+    def take_activation(self, node: fx.Node) -> str | None:
+        """The activation that is the node's next step, which is dropped; None where there is none that may be merged."""
+        after = self.next(node)
+        kind = None
+        if after is None or len(after.args) != 1:
             return None
-        if node.op == "call_module":
-            module = self.owner.get_submodule(str(node.target))
-            kind = activation_of(module)
-            return kind if len(node.args) == 1 and (self.rewritable or self.unshared(node) is not None) else None
-        if not self.rewritable or len(node.args) != 1:
-            return None
-        if node.op == "call_function" and not set(node.kwargs) - {"inplace"}:
-            return _FUNCTIONS.get(node.target)
-        return _METHODS.get(str(node.target)) if node.op == "call_method" and not node.kwargs else None
+        if after.op == "call_module" and (self.rewritable or self.unshared(after) is not None):
+            kind = activation_of(self.owner.get_submodule(str(after.target)))
+        elif self.rewritable and after.op in ("call_function", "call_method") and not set(after.kwargs) - {"inplace"}:
+            kind = _ACTIVATIONS.get(after.target)
+        if kind is not None:
+            self.drop(after, node)
+        return kind
 
     def drop(self, node: fx.Node, before: fx.Node) -> None:
         """Remove a step whose work the layer before it now does."""
         if self.unshared(node) is not None:
-            self.replace(node, nn.Identity())
+            replace_module(self.owner, str(node.target), nn.Identity())
         else:
             self.rewritten = True
         node.replace_all_uses_with(before)

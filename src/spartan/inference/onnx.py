@@ -36,26 +36,18 @@ def export_onnx(
             "model is an accelerated one, whose kernels ONNX does not know; export the model it was made from"
         )
     args, kwargs = arguments_of(example_inputs)
-    shapes: tuple[Any, ...] | dict[str, Any] | None = None
-    if dynamic_batch:
-        # One name for all: inputs of one call share their batch.
-        batch = torch.export.Dim.DYNAMIC
-        shapes = tuple({0: batch} if _batched(value) else None for value in args)
-        shapes = {name: {0: batch} if _batched(value) else None for name, value in kwargs.items()} if kwargs else shapes
-    training = model.training
-    target = Path(path)
+    # One name for all: inputs of one call share their batch.
+    batch = {0: torch.export.Dim.DYNAMIC}
+    each = [batch if isinstance(x, Tensor) and x.dim() else None for x in (*args, *kwargs.values())]
+    shapes: Any = dict(zip(kwargs, each, strict=True)) if kwargs else tuple(each)
+    training, target = model.training, Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with torch.no_grad():
-            program = torch.onnx.export(
-                model.eval(), args, kwargs=kwargs or None, dynamo=True, dynamic_shapes=shapes, verbose=False
-            )
+            options: dict[str, Any] = {"kwargs": kwargs or None, "dynamic_shapes": shapes if dynamic_batch else None}
+            program = torch.onnx.export(model.eval(), args, dynamo=True, verbose=False, **options)
     finally:
         model.train(training)
     assert program is not None
     program.save(str(target))
     return target
-
-
-def _batched(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0

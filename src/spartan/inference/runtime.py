@@ -1,8 +1,8 @@
 """The layers of an accelerated model, for inference: each adds bias, activation and (convolutions) a residual in one call.
 
 `DenseLinear` and `DenseConv2d` run torch's dense products; `SparseLinear` and `SparseConv2d` run the CPU kernels on a packed
-weight; a `DeviceLinear` (in `spartan.inference.gpu`) runs another device's. They hold buffers, not parameters, and refuse to
-train or to be differentiated through.
+weight; `spartan.inference.gpu` has those for CUDA devices. They hold buffers, not parameters, and refuse to train or to be
+differentiated through.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from spartan.inference.cpu import ops
 from spartan.inference.cpu.library import library
-from spartan.inference.cpu.ops import ACTIVATIONS, DTYPES, Conv
-from spartan.inference.cpu.packed import PackedMatrix, pack, unpack
+from spartan.inference.cpu.ops import ACTIVATIONS, DTYPES, Conv, PackedMatrix, pack, unpack
 
 F = TypeVar("F", bound=Callable[..., Any])
 # How a weight is packed: ("rows", h, g) and ("lanes", h, 1) are the two kernels of kernels.cpp.
@@ -109,10 +108,10 @@ class SparseLayer(InferenceLayer):
     runs: Tensor
     values: Tensor
 
-    def __init__(self, matrix: Tensor, bias: Tensor | None, kernel: Kernel, activation: str = "none") -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernel: Kernel, activation: str = "none") -> None:
         super().__init__(activation)
         self.kind, h, g = kernel
-        packed = pack(matrix, h, g)
+        packed, self._shape = pack(weight.reshape(len(weight), -1), h, g), weight.shape
         padded = torch.zeros((packed.starts.numel() - 1) * h)
         if bias is not None:
             padded[: packed.outputs] = bias.detach().float()
@@ -134,14 +133,12 @@ class SparseLayer(InferenceLayer):
         """The weight as the kernels read it."""
         return PackedMatrix(self.starts, self.runs, self.values, self.outputs, self.inputs)
 
-    def matrix(self) -> Tensor:
-        """The weight as a dense matrix, made anew unless the fall-back keeps one."""
-        return unpack(self.packed()) if self._dense is None else self._dense
-
-    def _fallback(self) -> Tensor:
-        if self._dense is None:
-            self._dense = unpack(self.packed())
-        return self._dense
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, for code that asks a layer for it: made anew, unless without kernels every call needs it."""
+        weight = unpack(self.packed()).reshape(self._shape) if self._dense is None else self._dense
+        self._dense = weight if library() is None else None
+        return weight
 
     def _checked_input(self, x: Tensor, size: int, dim: int) -> Tensor:
         x = super()._checked_input(x, size, dim)
@@ -166,11 +163,6 @@ class SparseLinear(SparseLayer):
         True
     """
 
-    @property
-    def weight(self) -> Tensor:
-        """The dense weight, for code that asks a linear layer for it; made on every access."""
-        return self.matrix()
-
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output for x [..., inputs], float32 or bfloat16."""
         return self.part(x, 0, self.outputs)
@@ -181,38 +173,14 @@ class SparseLinear(SparseLayer):
         x = self._checked_input(x, self.inputs, -1)
         packed, bias = self.packed(), self.bias
         if library() is None:
-            return ops.linear_torch(x, self._fallback()[first:last], bias[first:last], self.activation)
+            return ops.linear_torch(x, self.weight[first:last], bias[first:last], self.activation)
         if (first, last) != (0, self.outputs):
             h = packed.h
             starts = packed.starts[first // h : -(-last // h) + 1]
             packed, bias = PackedMatrix(starts, packed.runs, packed.values, last - first, packed.inputs), bias[first:]
-        if self.kind == "rows":
-            return ops.linear_rows(x, packed, bias, self.activation)
-        offsets = self._places
-        if offsets is None:
-            offsets = self._places = ops.lane_offsets(packed)
-        return ops.linear_lanes(x, packed, offsets, bias, self.activation)
-
-
-class DeviceLinear(InferenceLayer):
-    """A sparse linear layer on another device, which a subclass gives its buffers and its kernel."""
-
-    def __init__(self, weight: Tensor, activation: str) -> None:
-        super().__init__(activation)
-        self.outputs, self.inputs = weight.shape
-
-    def matrix(self) -> Tensor:
-        """The weight as a dense matrix."""
-        raise NotImplementedError
-
-    @property
-    def weight(self) -> Tensor:
-        """The dense weight, for code that asks a linear layer for it."""
-        return self.matrix()
-
-    def part(self, x: Tensor, first: int, last: int) -> Tensor:
-        """Outputs `first` to `last`, of all that are computed."""
-        return self(x)[..., first:last]
+        if self._places is None:
+            self._places = ops.linear_places(self.kind, packed)
+        return ops.linear(self.kind, x, packed, self._places, bias, self.activation)
 
 
 class SparseConv2d(SparseLayer):
@@ -225,13 +193,8 @@ class SparseConv2d(SparseLayer):
             raise ValueError(
                 f"kernel={kernel!r}: a convolution takes ('lanes', h, 1), h dividing the outputs of a group"
             )
-        super().__init__(weight.reshape(len(weight), -1), bias, kernel, activation)
+        super().__init__(weight, bias, kernel, activation)
         self.conv = conv
-
-    @property
-    def weight(self) -> Tensor:
-        """The dense weight; made on every access."""
-        return self.matrix().reshape(self.outputs, -1, *self.conv.kernel)
 
     @outside_graphs
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -240,7 +203,7 @@ class SparseConv2d(SparseLayer):
         if x.dim() == 3:
             return self(x[None], None if residual is None else residual[None])[0]
         if library() is None:
-            return ops.conv_torch(x, self.conv, self._fallback(), self.bias, self.activation, residual)
+            return ops.conv_torch(x, self.conv, self.weight, self.bias, self.activation, residual)
         key = (x.shape[2], x.shape[3], x.dtype)
         known = self._places  # read once: another thread may put its own here
         if known is None or known[0] != key:

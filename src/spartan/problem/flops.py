@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spartan.problem.targets import clean_name, unwrap
+from spartan.wording import aligned
 
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
@@ -65,9 +66,7 @@ class FlopCount:
     def __str__(self) -> str:
         lines = [*self.layers, LayerFlops("total", "", self.dense, self.sparse)]
         cells = [(line.name or "(model)", line.kind, f"{line.dense:,}", f"{line.sparse:,}") for line in lines]
-        cells.insert(0, ("layer", "kind", "dense FLOPs", "sparse FLOPs"))
-        a, b, c, d = (max(map(len, column)) for column in zip(*cells, strict=True))
-        return "\n".join(f"{name:{a}}  {kind:{b}}  {dense:>{c}}  {sparse:>{d}}" for name, kind, dense, sparse in cells)
+        return "\n".join(aligned([("layer", "kind", "dense FLOPs", "sparse FLOPs"), *cells], left=2))
 
 
 def flops(model: nn.Module, example_inputs: Inputs) -> FlopCount:

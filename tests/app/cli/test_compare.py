@@ -77,7 +77,7 @@ def test_means_are_numpys(runs: Path) -> None:
     spartan = rows[-1]
     values = np.array([0.971, 0.964, 0.9702]) - (1 - 0.95)
     assert spartan.mean("top1") == pytest.approx(values.mean(), abs=1e-12)
-    assert spartan.std("top1") == pytest.approx(values.std(ddof=1), abs=1e-12)
+    assert spartan.percent("top1") == pytest.approx((100 * values.mean(), 100 * values.std(ddof=1)), abs=1e-10)
     assert spartan.flops == 0.08
     assert [run.folder.name for run in rows[0].repeated] == ["dense-0.9"]
     assert not any(row.extra for row in rows)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spartan.app.report import write_report
+from spartan.app.report.page import write_report
 from tests.app.report.browser import CHROMIUM, Browser
 from tests.app.report.folders import write_run
 

@@ -13,9 +13,8 @@ from urllib.parse import unquote
 import numpy as np
 import pytest
 
-from spartan.app.report import write_report
-from spartan.app.report.page import to_script
-from spartan.app.report.series import correlation, downsample, kept_bits, mask_correlations, phases
+from spartan.app.report.charts import correlation, downsample, kept_bits, mask_correlations, phases
+from spartan.app.report.page import to_script, write_report
 from spartan.app.runs import RunFolder
 from tests.app.report.folders import masks_of, write_masks, write_run
 
@@ -102,11 +101,11 @@ def test_finished_run(tmp_path: Path) -> None:
     assert top1[-1] == pytest.approx(100 * summary["top1"], rel=1e-5)
 
 
-def test_out_elsewhere_and_no_draft_left(tmp_path: Path) -> None:
-    out = write_report(write_run(tmp_path / "run", epochs=2), tmp_path / "deep" / "page.html")
-    assert out == tmp_path / "deep" / "page.html"
-    assert [f.name for f in out.parent.iterdir()] == ["page.html"]
-    assert not (tmp_path / "run" / "report.html").exists()
+def test_no_draft_is_left(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", epochs=2)
+    before = set(run.iterdir())
+    assert write_report(run) == run / "report.html"
+    assert set(run.iterdir()) == before | {run / "report.html"}
 
 
 def test_phases_are_the_sparsifiers(tmp_path: Path) -> None:
@@ -330,13 +329,14 @@ def test_comparison_means_are_numpys(tmp_path: Path) -> None:
 def test_comparison_links_lead_to_the_runs(tmp_path: Path) -> None:
     write_sweep(tmp_path / "sweep")
     write_report(tmp_path / "sweep" / "imp-0.9-0")
-    for out in (None, tmp_path / "else where" / "all.html"):
-        page = write_report(tmp_path / "sweep", out)
-        links = [v for tag, key, v in tags_of(page).attributes if (tag, key) == ("a", "href")]
-        assert len(links) == 14
-        for link in links:
-            assert (page.parent / unquote(link)).exists(), link
-        assert sum(link.endswith("imp-0.9-0/report.html") for link in links) == 1
+    (tmp_path / "sweep" / "imp-0.9-1").rename(tmp_path / "sweep" / "imp 0.9 #1")
+    page = write_report(tmp_path / "sweep")
+    links = [v for tag, key, v in tags_of(page).attributes if (tag, key) == ("a", "href")]
+    assert len(links) == 14
+    for link in links:
+        assert (page.parent / unquote(link)).exists(), link
+    assert sum(link.endswith("imp-0.9-0/report.html") for link in links) == 1
+    assert "imp%200.9%20%231" in links
 
 
 def test_comparison_of_unfinished_runs_only(tmp_path: Path) -> None:

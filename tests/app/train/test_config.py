@@ -11,9 +11,9 @@ import yaml
 from spartan import NM, Block, Channel, Heads, Unstructured
 from spartan.app.train.config import Config, RecipeError, from_dict, load_recipe, recipe_names, to_yaml
 from spartan.app.train.loop import train
-from spartan.app.train.setup import build_pattern, lr_at
+from spartan.app.train.setup import lr_at
 from spartan.files import read
-from spartan.problem.patterns import Pattern
+from spartan.problem.patterns import Pattern, read_pattern
 
 NAMES = [
     "cifar10-resnet18",
@@ -157,7 +157,7 @@ def test_the_learning_rate() -> None:
 )
 def test_patterns_by_name(text: str, pattern: Pattern) -> None:
     config = load_recipe("digits", [f"pattern={text}"])
-    assert build_pattern(config) == pattern
+    assert read_pattern(config.pattern) == pattern
     assert from_dict(yaml.safe_load(to_yaml(config))) == config
 
 

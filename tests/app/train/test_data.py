@@ -10,8 +10,7 @@ from PIL import Image
 
 from spartan.app.train.config import RecipeError
 from spartan.app.train.data import Data
-from spartan.app.train.image_tables import braces
-from spartan.app.train.large_images import LargeImages
+from spartan.app.train.large_images import LargeImages, braces
 from spartan.app.train.processes import Processes
 from tests.app.train.samples import CLASSES, TEST, TRAIN, add, arrays, build, folder, npz, same, shards
 

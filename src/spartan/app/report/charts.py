@@ -1,14 +1,25 @@
-"""Makes the charts of one run. A chart is a dict that assets/charts.js draws."""
+"""Makes the charts of one run from its files. A chart is a dict that assets/charts.js draws."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
+import zipfile
 from collections.abc import Sequence
 from typing import Any
 
-from spartan.app.report.series import downsample, kept_bits, mask_correlations, phases, total_steps
+import numpy as np
+import numpy.typing as npt
+
 from spartan.app.runs import RunFolder, number
+from spartan.app.train.setup import build_method
+from spartan.methods import as_method
+from spartan.problem.schedules import Moment
 
 Chart = dict[str, Any]
+# What a chart gets of a line at most; a screen has no more columns.
+LIMIT = 2000
 # Axes across.
 _EPOCHS = {"label": "epoch", "whole": True, "start": 0}
 _STEPS = {"label": "step", "whole": True, "start": 0}
@@ -16,12 +27,32 @@ _STEPS = {"label": "step", "whole": True, "start": 0}
 
 def training_charts(run: RunFolder) -> list[Chart]:
     """Accuracy, loss and learning rate."""
-    return _without_empty([_accuracy(run), _loss(run), _learning_rate(run)])
+    at, per_epoch = _integers(run.epochs, "epoch"), _steps_per_epoch(run)
+    accuracy = [
+        line("top-1", at, _column(run.epochs, "top1"), percent=True, dots=True),
+        line("top-5", at, _column(run.epochs, "top5"), percent=True, dots=True, dash="5 3"),
+    ]
+    # Before the first epoch ends nobody knows how long one is: then the axis counts steps.
+    steps = [s / (per_epoch or 1) for s in _integers(run.steps, "step")]
+    loss = [
+        line("training, every step", steps, _column(run.steps, "loss"), faint=True, color=0),
+        line("test", at, _column(run.epochs, "test_loss"), dots=True, color=1),
+        line("training", at, _column(run.epochs, "train_loss"), dots=True, color=0),
+    ]
+    y = {"label": "accuracy (%)", "unit": "%", "limits": [0, 100]}
+    note = "Training loss includes label smoothing and mixing, so the two need not meet."
+    return _without_empty(
+        _chart("accuracy", "Accuracy", _EPOCHS, y, accuracy, note="On the test data, after every epoch."),
+        _chart("loss", "Loss", _EPOCHS if per_epoch else _STEPS, {"label": "loss", "toggle": True}, loss, note=note),
+        _chart_of_steps(run, "lr", "Learning rate", "learning rate", "lr"),
+    )
 
 
 def sparsity_charts(run: RunFolder) -> list[Chart]:
     """Density, β, and how the soft mask is distributed."""
-    return _without_empty([_density(run), _beta(run), _histogram(run)])
+    note = "Small β gives a soft mask that explores; large β a hard one. It stays put in the finetune phase."
+    beta = _chart_of_steps(run, "beta", "Sharpness β", "β", "beta", note=note)
+    return _without_empty(_density(run), beta, _histogram(run))
 
 
 def exploration_charts(run: RunFolder) -> list[Chart]:
@@ -38,11 +69,10 @@ def exploration_charts(run: RunFolder) -> list[Chart]:
         line(last, epochs, with_last, dots=True),
         line("with the epoch before", epochs[1:], with_previous, dots=True, dash="5 3"),
     ]
-    per_epoch = _per_epoch(run)
-    steps = phases(run) if per_epoch else []
-    bands = [{**phase, "from": phase["from"] / per_epoch, "to": phase["to"] / per_epoch} for phase in steps]
+    n = _steps_per_epoch(run)
+    bands = [{**phase, "from": phase["from"] / n, "to": phase["to"] / n} for phase in phases(run)] if n else []
     y = {"label": "correlation", "limits": [None, 1.0]}
-    return _without_empty([_chart("correlation", "Mask correlation", _EPOCHS, y, series, note=note, bands=bands)])
+    return _without_empty(_chart("correlation", "Mask correlation", _EPOCHS, y, series, note=note, bands=bands))
 
 
 def layer_charts(run: RunFolder) -> list[Chart]:
@@ -78,19 +108,23 @@ def layer_charts(run: RunFolder) -> list[Chart]:
     return [chart]
 
 
-def _chart(key: str, title: str, x: Chart, y: Chart, series: list[dict[str, Any]], **more: Any) -> Chart:
+def _chart(key: str, title: str, x: Chart, y: Chart, series: list[Chart], **more: Any) -> Chart:
     return {"id": key, "title": title, "x": x, "y": y, "series": series, **more}
 
 
-def line(
-    name: str, x: Sequence[float], y: Sequence[float | None], *, percent: bool = False, **style: Any
-) -> dict[str, Any]:
+def _chart_of_steps(run: RunFolder, key: str, title: str, label: str, column: str, **more: Any) -> Chart:
+    """One column of the steps, before the run's phases."""
+    series = [line(label, *_over_steps(run, column))]
+    return _chart(key, title, _STEPS, {"label": label, "toggle": True}, series, bands=phases(run), **more)
+
+
+def line(name: str, x: Sequence[float], y: Sequence[float | None], *, percent: bool = False, **style: Any) -> Chart:
     """One series, thinned out where it is long."""
     xs, ys = downsample(x, [None if v is None else 100 * v for v in y] if percent else y)
     return {"name": name, "x": xs, "y": ys, **style}
 
 
-def _without_empty(charts: Sequence[Chart]) -> list[Chart]:
+def _without_empty(*charts: Chart) -> list[Chart]:
     """Without the series, and then the charts, that have no value at all."""
     for chart in charts:
         chart["series"] = [s for s in chart["series"] if any(v is not None for v in s["y"])]
@@ -105,54 +139,10 @@ def _integers(records: Sequence[dict[str, Any]], key: str) -> list[float]:
     return [int(r[key]) for r in records]
 
 
-def _per_epoch(run: RunFolder) -> float | None:
-    """Steps per epoch."""
-    total = total_steps(run)
-    return total / run.planned_epochs if total and run.planned_epochs else None
-
-
-def _accuracy(run: RunFolder) -> Chart:
-    at = _integers(run.epochs, "epoch")
-    series = [
-        line("top-1", at, _column(run.epochs, "top1"), percent=True, dots=True),
-        line("top-5", at, _column(run.epochs, "top5"), percent=True, dots=True, dash="5 3"),
-    ]
-    y = {"label": "accuracy (%)", "unit": "%", "limits": [0, 100]}
-    return _chart("accuracy", "Accuracy", _EPOCHS, y, series, note="On the test data, after every epoch.")
-
-
-def _loss(run: RunFolder) -> Chart:
-    at, per_epoch = _integers(run.epochs, "epoch"), _per_epoch(run)
-    # Before the first epoch ends nobody knows how long one is: then the axis counts steps.
-    steps = [s / (per_epoch or 1) for s in _integers(run.steps, "step")]
-    series = [
-        line("training, every step", steps, _column(run.steps, "loss"), faint=True, color=0),
-        line("test", at, _column(run.epochs, "test_loss"), dots=True, color=1),
-        line("training", at, _column(run.epochs, "train_loss"), dots=True, color=0),
-    ]
-    note = "Training loss includes label smoothing and mixing, so the two need not meet."
-    x, y = _EPOCHS if per_epoch else _STEPS, {"label": "loss", "toggle": True}
-    return _chart("loss", "Loss", x, y, series, note=note)
-
-
 def _over_steps(run: RunFolder, key: str) -> tuple[list[float], list[float | None]]:
     """A column of the steps, without those that do not have it."""
-    pairs = [(int(r["step"]), number(r.get(key))) for r in run.steps]
-    known = [(s, v) for s, v in pairs if v is not None]
-    return [s for s, _ in known], [v for _, v in known]
-
-
-def _learning_rate(run: RunFolder) -> Chart:
-    series = [line("learning rate", *_over_steps(run, "lr"))]
-    y = {"label": "learning rate", "toggle": True}
-    return _chart("lr", "Learning rate", _STEPS, y, series, bands=phases(run))
-
-
-def _beta(run: RunFolder) -> Chart:
-    note = "Small β gives a soft mask that explores; large β a hard one. It stays put in the finetune phase."
-    series = [line("β", *_over_steps(run, "beta"))]
-    y = {"label": "β", "toggle": True}
-    return _chart("beta", "Sharpness β", _STEPS, y, series, note=note, bands=phases(run))
+    known = [record for record in run.steps if number(record.get(key)) is not None]
+    return _integers(known, "step"), _column(known, key)
 
 
 def _density(run: RunFolder) -> Chart:
@@ -175,7 +165,8 @@ def _density(run: RunFolder) -> Chart:
 
 
 def _histogram(run: RunFolder) -> Chart:
-    frames = [(int(e["epoch"]), e["mask_histogram"]) for e in run.epochs if _is_histogram(e.get("mask_histogram"))]
+    found = [(int(e["epoch"]), e.get("mask_histogram")) for e in run.epochs]
+    frames = [(e, h) for e, h in found if isinstance(h, list) and None not in map(number, h) and sum(h) > 0]
     if not frames:
         return {"series": []}
     bins = len(frames[-1][1])
@@ -190,5 +181,83 @@ def _histogram(run: RunFolder) -> Chart:
     return _chart("histogram", "Soft mask", {"label": "mask value m"}, y, series, kind="bars", bar=1 / bins, **more)
 
 
-def _is_histogram(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(number(v) is not None for v in value) and sum(value) > 0
+def _steps_per_epoch(run: RunFolder) -> float | None:
+    total = total_steps(run)
+    return total / run.planned_epochs if total and run.planned_epochs else None
+
+
+def total_steps(run: RunFolder) -> int | None:
+    """Optimizer steps of the whole run, as far as the files tell."""
+    if run.summary and (steps := number(run.summary.get("steps"))):
+        return int(steps)
+    if run.epochs and (step := number(run.epochs[-1].get("step"))):
+        return round(step / run.epochs[-1]["epoch"] * run.planned_epochs)
+    return None
+
+
+def phases(run: RunFolder) -> list[dict[str, Any]]:
+    """Where warm-up, intermediate and finetune phases begin and end, in steps; empty where that is unknown."""
+    total, method = total_steps(run), None
+    with contextlib.suppress(ValueError):
+        method = as_method(run.method)  # the recipe may be another version's
+        method = build_method(run.config)  # whose settings may decide how long its phases are
+    given = {key: number(run.recipe.get(key)) for key in ("warmup", "finetune")}
+    warmup, finetune = (getattr(method, key, None) if value is None else value for key, value in given.items())
+    if not total or warmup is None or finetune is None or run.dense:
+        return []
+    try:
+        at = Moment.start(total, warmup, finetune, 0)
+    except ValueError:
+        return []
+    edges = [0, at.warmup_steps, at.freeze_step, total]
+    names = ["warm-up", "intermediate", "finetune"]
+    return [{"from": a, "to": b, "name": n} for a, b, n in zip(edges[:-1], edges[1:], names, strict=True) if b > a]
+
+
+def kept_bits(run: RunFolder) -> npt.NDArray[np.bool_] | None:
+    """The kept bits of the sampled weights, [epochs, n]; None where there are none to read."""
+    try:
+        # Opened here: numpy forgets to close a file that it cannot read.
+        with (run.folder / "masks.npz").open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            bits, n = file["bits"], int(file["n"])
+        if bits.ndim != 2 or bits.dtype != np.uint8 or n < 1 or bits.shape[1] * 8 < n:
+            return None
+        return np.unpackbits(bits, axis=1, count=n).astype(bool)
+    except (OSError, KeyError, ValueError, TypeError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def downsample(
+    x: Sequence[float], y: Sequence[float | None], limit: int = LIMIT
+) -> tuple[list[float], list[float | None]]:
+    """At most `limit` points: both ends, and of every stretch between them the lowest, the highest and a gap if any."""
+    n = len(x)
+    if n <= limit:
+        return list(x), list(y)
+    values = np.array([math.nan if v is None else v for v in y], dtype=float)
+    gaps = np.isnan(values)
+    stretches = (limit - 2) // (3 if gaps.any() else 2)
+    chosen = {0, n - 1}
+    for part in np.array_split(np.arange(n), stretches):
+        gap = gaps[part]
+        if gap.any():
+            chosen.add(int(part[int(np.argmax(gap))]))
+        if not gap.all():
+            chosen.add(int(part[int(np.nanargmin(values[part]))]))
+            chosen.add(int(part[int(np.nanargmax(values[part]))]))
+    order = sorted(chosen)
+    return [x[i] for i in order], [y[i] for i in order]
+
+
+def correlation(a: npt.NDArray[np.bool_], b: npt.NDArray[np.bool_]) -> float | None:
+    """Pearson correlation of two masks; None where one of them keeps all or nothing."""
+    p, q = float(a.mean()), float(b.mean())
+    spread = math.sqrt(p * (1 - p) * q * (1 - q))
+    return None if spread == 0 else (float((a & b).mean()) - p * q) / spread
+
+
+def mask_correlations(masks: npt.NDArray[np.bool_]) -> tuple[list[float | None], list[float | None]]:
+    """Of every epoch's mask with the last one, and with the one before it (from the second epoch on)."""
+    with_last = [correlation(mask, masks[-1]) for mask in masks]
+    with_previous = [correlation(a, b) for a, b in itertools.pairwise(masks)]
+    return with_last, with_previous

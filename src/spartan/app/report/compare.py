@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spartan.app.report.words import NONE, count, percent, size
-from spartan.app.runs import RunFolder, data_name, identity, settings
+from spartan.app.runs import RunFolder, data_name, identity, number, settings
 from spartan.app.terminal import print_table
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -42,10 +42,10 @@ class Row:
         """The mean over seeds."""
         return statistics.fmean(self.values(key))
 
-    def std(self, key: str) -> float:
-        """The sample standard deviation over seeds (n − 1); nan for a single one."""
-        values = self.values(key)
-        return statistics.stdev(values) if len(values) > 1 else math.nan
+    def percent(self, key: str) -> tuple[float | None, float | None]:
+        """The mean over seeds and the sample standard deviation (n − 1), in percent; None where there is none."""
+        values = [100 * value for value in self.values(key)]
+        return number(statistics.fmean(values)), number(statistics.stdev(values)) if len(values) > 1 else None
 
     @property
     def flops(self) -> float:
@@ -65,24 +65,21 @@ class Row:
 
 
 def rows_of(runs: Sequence[RunFolder]) -> list[Row]:
-    """The finished runs, grouped by everything but the seed."""
+    """The finished runs, grouped by everything but the seed; of runs with the same seed the newest counts."""
     groups: dict[str, list[RunFolder]] = {}
-    for run in runs:
-        if run.finished:
-            groups.setdefault(identity(run.config, seed=False), []).append(run)
+    finished = [run for run in runs if run.finished]
+    for run in sorted(finished, key=lambda run: ((run.folder / "summary.json").stat().st_mtime, str(run.folder))):
+        groups.setdefault(identity(run.config, seed=False), []).append(run)
     rows = []
     for members in groups.values():
-        config = members[0].config
-        chosen, repeated = _one_per_seed(members)
-        peers = [g[0].config for g in groups.values()]
-        here = (data_name(config), config.model)
+        config, newest = members[0].config, {run.seed: run for run in members}
+        here, own = (data_name(config), config.model), settings(config)
+        peers = [group[0].config for group in groups.values()]
         others = [settings(peer) for peer in peers if (data_name(peer), peer.model) == here]
-        own = settings(config)
-        extra = {
-            key: value
-            for key, value in own.items()
-            if key not in ("method", "sparsity") and any(other[key] != value for other in others)
-        }
+        differing = (k for k, v in own.items() if any(other[k] != v for other in others))
+        extra = {key: own[key] for key in differing if key not in ("method", "sparsity")}
+        chosen = tuple(newest[seed] for seed in sorted(newest))
+        repeated = tuple(run for run in members if newest[run.seed] is not run)
         rows.append(Row(*here, config.method, members[0].sparsity, extra, chosen, repeated))
     return sorted(rows, key=lambda r: (r.data, r.model, r.sparsity, r.setting, r.method))
 
@@ -95,12 +92,13 @@ def panels_of(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
     return panels
 
 
-def _one_per_seed(runs: Sequence[RunFolder]) -> tuple[tuple[RunFolder, ...], tuple[RunFolder, ...]]:
-    """The newest run of each seed, and the others."""
-    by_age = sorted(runs, key=lambda run: ((run.folder / "summary.json").stat().st_mtime, str(run.folder)))
-    newest = {run.seed: run for run in by_age}
-    chosen = tuple(newest[seed] for seed in sorted(newest))
-    return chosen, tuple(run for run in by_age if newest[run.seed] is not run)
+def curves_of(rows: Sequence[Row]) -> tuple[list[Row], dict[str, list[Row]]]:
+    """What a chart shows of comparable rows: dense ones as levels, the others by label, each a line."""
+    lines: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row.label, row.sparsity)):
+        if row.sparsity:
+            lines.setdefault(row.label, []).append(row)
+    return [row for row in rows if not row.sparsity], lines
 
 
 def print_comparison(runs: Sequence[RunFolder]) -> None:
@@ -115,9 +113,6 @@ def print_comparison(runs: Sequence[RunFolder]) -> None:
         print(f"{run.folder}: unfinished, {reached}; spartan train --resume {run.folder}")
 
 
-# ---------------------------------------------------------------------- tables
-
-
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Header and cells for people."""
     cells = [_cells(row) for row in rows]
@@ -127,6 +122,7 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 def _cells(row: Row) -> dict[str, str]:
     by_seed = zip(row.runs, row.values("top1"), strict=True)
+    mean, std = row.percent("top1")
     return {
         "data": row.data,
         "model": row.model,
@@ -134,7 +130,7 @@ def _cells(row: Row) -> dict[str, str]:
         "sparsity": f"{row.sparsity:g}",
         "setting": row.setting or NONE,
         "n": str(len(row.runs)),
-        "top-1 %": f"{100 * row.mean('top1'):.2f}" + (f" ± {100 * row.std('top1'):.2f}" if len(row.runs) > 1 else ""),
+        "top-1 %": f"{math.nan if mean is None else mean:.2f}" + ("" if std is None else f" ± {std:.2f}"),
         "by seed": " ".join(f"{run.seed}:{100 * value:.2f}" for run, value in by_seed),
         "achieved": percent(row.mean("achieved_sparsity")),
         "FLOPs": percent(row.flops),
@@ -174,9 +170,6 @@ def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else "null" if value is None else str(value)
 
 
-# ---------------------------------------------------------------------- plot
-
-
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Top-1 against sparsity: a panel per data set and model, a line per method, seeds as dots, dense as a level."""
     try:
@@ -186,41 +179,28 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     panels = panels_of(rows)
     figure = Figure(figsize=(5.2 * len(panels) + 1.5, 4.2), layout="constrained")
     places = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (panel, inside) in zip(places, panels.items(), strict=True):
-        lines: dict[str, list[Row]] = {}
-        for row in inside:
-            lines.setdefault(row.label, []).append(row)
+    for axes, ((data, model), inside) in zip(places, panels.items(), strict=True):
+        levels, lines = curves_of(inside)
+        for row in levels:
+            axes.axhline(100 * row.mean("top1"), linestyle="--", color="0.45", label=row.label)
         for index, (label, members) in enumerate(lines.items()):
-            style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
-            _draw_line(axes, label, members, style)
-        axes.set(title=f"{panel[1]} on {panel[0]}", xlabel="sparsity", ylabel="top-1 %")
-        _sparsity_axis(axes, sorted({r.sparsity for r in inside if r.sparsity}))
+            color, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+            x, means = [1 - row.sparsity for row in members], [100 * row.mean("top1") for row in members]
+            spread = [row.percent("top1")[1] or 0.0 for row in members]
+            axes.errorbar(x, means, spread, label=label, capsize=3, color=color, marker=marker)
+            for at, row in zip(x, members, strict=True):
+                axes.scatter([at] * len(row.runs), [100 * v for v in row.values("top1")], s=10, alpha=0.4, color=color)
+        axes.set(title=f"{model} on {data}", xlabel="sparsity", ylabel="top-1 %")
+        axes.set_xticks([])
+        if sparsities := sorted({row.sparsity for row in inside if row.sparsity}):
+            # Density on a log scale, labelled as sparsity: 90, 95 and 98% lie about evenly apart.
+            axes.set_xscale("log")
+            axes.invert_xaxis()
+            axes.set_xticks([1 - s for s in sparsities], [f"{100 * s:g}%" for s in sparsities])
+            axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize="small")
     try:
         figure.savefig(path, dpi=160)
     except ValueError as error:
         raise ValueError(f"--plot {path}: {error}") from None
-
-
-def _draw_line(axes: Any, label: str, members: Sequence[Row], style: dict[str, str]) -> None:
-    if all(row.sparsity == 0 for row in members):
-        axes.axhline(100 * members[0].mean("top1"), linestyle="--", color="0.45", label=label)
-        return
-    members = sorted((row for row in members if row.sparsity), key=lambda row: row.sparsity)
-    x = [1 - row.sparsity for row in members]
-    spread = [0.0 if math.isnan(row.std("top1")) else 100 * row.std("top1") for row in members]
-    axes.errorbar(x, [100 * row.mean("top1") for row in members], spread, label=label, capsize=3, **style)
-    for at, row in zip(x, members, strict=True):
-        axes.scatter([at] * len(row.runs), [100 * v for v in row.values("top1")], s=10, alpha=0.4, color=style["color"])
-
-
-def _sparsity_axis(axes: Any, sparsities: Sequence[float]) -> None:
-    """Density on a log scale, labelled as sparsity: 90, 95 and 98% lie about evenly apart."""
-    if not sparsities:
-        axes.set_xticks([])
-        return
-    axes.set_xscale("log")
-    axes.invert_xaxis()
-    axes.set_xticks([1 - s for s in sparsities], [f"{100 * s:g}%" for s in sparsities])
-    axes.minorticks_off()

@@ -1,89 +1,308 @@
-"""Writes one self-contained HTML page: styles, code and data are inside it, nothing is fetched."""
+"""Writes reports, each one self-contained HTML page (styles, code and data are inside it): of a run, or of several."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import shlex
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import Any
+from urllib.parse import quote
 
-from spartan.app.report.series import plain
-from spartan.app.report.several import comparison_page
-from spartan.app.report.single import run_page
-from spartan.app.report.words import escape
-from spartan.app.runs import RunFolder, find_runs, is_run
+from spartan.app.report.charts import Chart, exploration_charts, layer_charts, line, sparsity_charts, training_charts
+from spartan.app.report.compare import Row, curves_of, panels_of, rows_of
+from spartan.app.report.words import NONE, Cell, count, duration, escape, figure, percent, ratio, short, size, table
+from spartan.app.runs import RunFolder, find_runs, is_run, number
 from spartan.disk import replace_file
 
-# Nothing outside the page may be loaded, whatever a recipe or a layer's name says.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
-
-# First of all scripts: what goes wrong is written where a person, or a test, can see it.
-_WATCH = """
-(() => {
-  const root = document.documentElement, errors = [];
-  const note = text => { errors.push(String(text)); root.dataset.errors = JSON.stringify(errors); };
-  root.dataset.errors = "[]";
-  addEventListener("error", e => note(e.message));
-  addEventListener("unhandledrejection", e => note(e.reason));
-  addEventListener("securitypolicyviolation", e => note("blocked " + e.blockedURI));
-  const say = console.error;
-  console.error = (...words) => { note(words.join(" ")); say(...words); };
-  try { const theme = localStorage.getItem("theme"); if (theme) root.dataset.theme = theme; } catch { /* not allowed */ }
-})();
-"""
+LAST_EPOCH = (
+    "Accuracy is that of the last epoch on the test data, not the best one seen on the way: "
+    "picking the best epoch would be picking on the test data."
+)
 
 
-def write_report(run: Path, out: Path | None = None) -> Path:
-    """Write the page of a run, or of a folder that holds several; returns where it is (report.html inside by default)."""
-    out = run / "report.html" if out is None else out
-    if is_run(run):
-        title, (body, charts) = run.resolve().name, run_page(RunFolder(run))
-    else:
-        title, (body, charts) = run.resolve().name, comparison_page(run, find_runs([run]), out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(out, _page(title, body, {"charts": charts}).encode())
-    return out
+def write_report(folder: Path) -> Path:
+    """Write the page of a run, or of a folder that holds several, as report.html inside; returns where it is."""
+    body, charts = run_page(RunFolder(folder)) if is_run(folder) else comparison_page(folder, find_runs([folder]))
+    assets = resources.files("spartan.app.report") / "assets"
+    names = ("page.html", "report.css", "scales.js", "charts.js", "report.js")
+    html, styles, *code = ((assets / name).read_text("utf-8") for name in names)
+    inside = {"title": escape(folder.resolve().name), "body": body, "data": to_script({"charts": charts})}
+    page = Template(html).substitute(inside, styles=styles, code="\n".join(code))
+    replace_file(folder / "report.html", page.encode())
+    return folder / "report.html"
 
 
 def to_script(data: Any) -> str:
     """JSON that can stand inside a <script> element, whatever texts it holds."""
-    text = json.dumps(plain(data), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(_plain(data), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
 
-def _asset(name: str) -> str:
-    return (resources.files("spartan.app.report") / "assets" / name).read_text("utf-8")
+def _plain(value: Any) -> Any:
+    """The value with NaN and infinity as null and numbers at six digits, which is finer than any screen."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
 
 
-def _page(title: str, body: str, data: dict[str, Any]) -> str:
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(title)} · Spartan</title>
-<link rel="icon" href="data:,">
-<script>{_WATCH}</script>
-<style>
-{_asset("report.css")}</style>
-</head>
-<body>
-<main>
-<button type="button" id="theme" aria-label="Switch between light and dark">◐</button>
-{body}
-<noscript><p class="notice">The charts need JavaScript; the tables do not.</p></noscript>
-<footer class="note">Charts: hover or use the arrow keys for values; drag, pinch, or click and scroll to zoom;
-double-click or Esc to reset; click a name in the legend to hide it.</footer>
-</main>
-<script type="application/json" id="data">{to_script(data)}</script>
-<script>
-{_asset("scales.js")}
-{_asset("charts.js")}
-{_asset("report.js")}</script>
-</body>
-</html>
-"""
+def run_page(run: RunFolder) -> tuple[str, list[Chart]]:
+    """The page's body, and its charts."""
+    nothing = "A dense run: every weight is kept." if run.dense else "Nothing was logged yet."
+    sections = [  # with what stands below the charts, and why there are none
+        ("Training", training_charts(run), "", "Nothing was logged yet."),
+        ("Sparsity", sparsity_charts(run), "", nothing),
+        ("Exploration", exploration_charts(run), "", "Needs the masks of two epochs or more (masks.npz)."),
+        ("Layers", layer_charts(run), _layer_table(run), "The layer table is written when the run finishes."),
+    ]
+    if run.dense:
+        del sections[2]
+    parts = [_header(run), _notices(run), _cards(run), f'<p class="note lead">{escape(LAST_EPOCH)}</p>']
+    for title, charts, extra, why in sections:
+        below = extra or ("" if charts else f'<p class="note">{why}</p>')
+        parts.append(f"<section><h2>{title}</h2>{chart_grid(charts)}{below}</section>")
+    parts.append(_reproduce(run))
+    return "\n".join(parts), [chart for _, charts, *_ in sections for chart in charts]
+
+
+def chart_grid(charts: list[Chart]) -> str:
+    """The places where the charts will be drawn."""
+    figures = []
+    for chart in charts:
+        kind = "card chart wide" if chart.get("wide") else "card chart"
+        note = f'<p class="note">{escape(chart["note"])}</p>' if chart.get("note") else ""
+        figures.append(
+            f'<figure class="{kind}" id="chart-{escape(chart["id"])}" data-chart="{escape(chart["id"])}">'
+            f"<figcaption><h3>{escape(chart['title'])}</h3>{note}</figcaption></figure>"
+        )
+    return f'<div class="grid">{"".join(figures)}</div>' if figures else ""
+
+
+def _header(run: RunFolder) -> str:
+    recipe = run.recipe
+    data = recipe.get("data")
+    source = data.get("source", "?") if isinstance(data, dict) else "?"
+    what = "dense" if run.dense else f"{run.method} at {100 * run.sparsity:g}% sparsity"
+    facts = f"{what} · {recipe.get('model', '?')} on {source} · {run.planned_epochs} epochs · seed {run.seed}"
+    state = "good" if run.finished else "warn"
+    description = f"<p>{escape(recipe['description'])}</p>" if recipe.get("description") else ""
+    return (
+        f'<header><div><p class="label">Spartan run</p><h1>{escape(run.name)}</h1><p class="facts">{escape(facts)}</p>'
+        f'{description}</div><p class="pill {state}">{escape(run.status)}</p></header>'
+    )
+
+
+def _notices(run: RunFolder) -> str:
+    texts = []
+    if not run.finished:
+        texts.append(f"This run is {run.status}; figures are those of the last epoch it reached.")
+    for lost in [r["step"] for r in run.steps if "loss" in r and number(r["loss"]) is None][:1]:
+        texts.append(f"The training loss was no longer a number at step {count(lost)}.")
+    if run.damaged_lines:
+        lines = "1 line {} and is" if run.damaged_lines == 1 else f"{run.damaged_lines} lines {{}} and are"
+        texts.append(lines.format("of metrics.jsonl could not be read") + " left out.")
+    if not run.recipe:
+        texts.append("recipe.yaml could not be read.")
+    return "".join(f'<p class="notice" role="note">{escape(t)}</p>' for t in texts)
+
+
+def _cards(run: RunFolder) -> str:
+    last = run.epochs[-1] if run.epochs else {}
+    s: dict[str, Any] = run.summary or {}
+    top1, top5 = s.get("top1", last.get("top1")), s.get("top5", last.get("top5"))
+    density = number(last.get("density"))
+    sparsity = s.get("achieved_sparsity", None if density is None else 1 - density)
+    seconds = s.get("seconds", last.get("seconds"))
+    flops = ratio(s.get("flops_sparse"), s.get("flops_dense"))
+    smaller = ratio(s.get("dense_bytes"), s.get("model_bytes"))
+    below = ""
+    if smaller is not None and smaller >= 1.05:
+        below = f"packed; dense {size(s['dense_bytes'])}, {smaller:.1f}× as large"
+    speed = s.get("images_per_s", last.get("images_per_s"))
+    nonzero = f"{count(s['nonzero'])} of {count(s.get('parameters'))}" if "nonzero" in s else "when it finishes"
+    work = "of dense" if flops is None else f"of dense; {short(s['flops_sparse'])} of {short(s['flops_dense'])}"
+    epoch = f"epoch {last['epoch']}" if last else "no epoch yet"
+    cards = [
+        ("Top-1, last epoch", percent(top1), f"{epoch}; top-5 {percent(top5)}"),
+        ("Achieved sparsity", percent(sparsity), f"asked: {100 * run.sparsity:g}%"),
+        ("Nonzero weights", short(s.get("nonzero")), nonzero),
+        ("FLOPs", percent(flops, 1), work if s else "when it finishes"),
+        ("File size", size(s.get("model_bytes")), below if s else "when it finishes"),
+        ("Time", duration(seconds), f"{short(speed)} images/s"),
+    ]
+    html = ""
+    for i, (label, value, note) in enumerate(cards):
+        small = f'<p class="note">{escape(note)}</p>' if note else ""
+        html += f'<div class="card figure{"" if i else " main"}"><p class="label">{escape(label)}</p>'
+        html += f'<p class="value">{escape(value)}</p>{small}</div>'
+    return f'<div class="figures">{html}</div>'
+
+
+def _layer_table(run: RunFolder) -> str:
+    layers = (run.summary or {}).get("layers") or []
+    if not layers:
+        return ""
+    with_flops = any(number(layer.get("flops")) is not None for layer in layers)
+    rows: list[dict[str, Cell]] = []
+    for i, layer in enumerate(layers, 1):
+        name, density = str(layer.get("name", "?")), number(layer.get("density"))
+        width = 0 if density is None else min(max(100 * density, 0), 100)
+        bar = f'<span class="meter"><i style="width:{width:.2f}%"></i></span><b>{percent(density)}</b>'
+        row: dict[str, Cell] = {
+            "#": (str(i), i),
+            "layer": (name, name, f"<code>{escape(name)}</code>"),
+            "shape": ("×".join(map(str, layer.get("shape") or [])), layer.get("parameters")),
+            "parameters": figure(layer.get("parameters"), count),
+            "kept": figure(layer.get("kept"), count),
+            "density": (percent(density), density, bar),
+        }
+        if with_flops:
+            row["FLOPs, dense"] = figure(layer.get("flops"), short)
+            row["FLOPs, sparse"] = figure(layer.get("sparse_flops"), short)
+        rows.append(row)
+    note = '<p class="note">FLOPs are per image. A click on a heading sorts.</p>' if with_flops else ""
+    return f'<div class="card">{table(rows, "Layers", text=3)}{note}</div>'
+
+
+def _reproduce(run: RunFolder) -> str:
+    again = shlex.join(["spartan", "train", f"{run.name}/recipe.yaml", "--out", f"{run.name}-again"])
+    resume = shlex.join(["spartan", "train", "--resume", run.name])
+    ask = "Continue it (a finished run is left as it is)" if run.finished else "Continue it where it stopped"
+    environment, versions = run.environment, run.environment.get("versions")
+    keys = {
+        "started": "started",
+        "commit": "commit",
+        "device": "device",
+        "CPU cores": "host_cores",
+        "command": "command",
+    }
+    facts = {label: environment.get(key) for label, key in keys.items()}
+    if isinstance(facts["command"], list):
+        facts["command"] = shlex.join(map(str, facts["command"]))
+    facts |= versions if isinstance(versions, dict) else {}
+    rows = "".join(
+        f"<dt>{escape(k)}</dt><dd><code>{escape(v)}</code></dd>" for k, v in facts.items() if v is not None and v != ""
+    )
+    known = f"<dl>{rows}</dl>" if rows else '<p class="note">environment.json is missing.</p>'
+    return (
+        "<section><h2>Reproduce</h2>"
+        '<p class="note">From the folder that holds this run:</p><div class="grid">'
+        f'<div class="card"><h3>Run it again</h3>{_copyable(again)}<h3>{ask}</h3>{_copyable(resume)}</div>'
+        f'<div class="card"><h3>Where it ran</h3>{known}</div></div>'
+        f'<div class="card"><h3>recipe.yaml</h3>{_copyable(run.recipe_text)}</div></section>'
+    )
+
+
+def _copyable(text: str) -> str:
+    return f'<div class="copy"><button type="button">Copy</button><pre tabindex="0">{escape(text.rstrip())}</pre></div>'
+
+
+def comparison_page(folder: Path, runs: Sequence[RunFolder]) -> tuple[str, list[Chart]]:
+    """The page's body, and its charts."""
+    rows = rows_of(runs)
+    charts = _charts(rows)
+    finished = sum(run.finished for run in runs)
+    unfinished = len(runs) - finished
+    facts = f"{finished} finished {'run' if finished == 1 else 'runs'}"
+    facts += f", {unfinished} unfinished (listed, not in the means)" if unfinished else ""
+    spread = "± is the sample standard deviation over seeds (n − 1)."
+    nothing = "" if rows else '<p class="notice" role="note">No run has finished yet.</p>'
+    body = (
+        f'<header><div><p class="label">Spartan comparison</p><h1>{escape(folder.resolve().name)}</h1>'
+        f'<p class="facts">{escape(facts)}</p></div></header>{nothing}'
+        f'<p class="note lead">{escape(LAST_EPOCH)} {spread}</p>'
+    )
+    if charts:
+        body += f"<section><h2>Accuracy</h2>{chart_grid(charts)}</section>"
+    if rows:
+        body += f'<section><h2>Methods</h2><div class="card">{_row_table(rows)}</div></section>'
+    runs_table = table([_run_cells(run, folder) for run in runs], "Every run", text=3)
+    body += f'<section><h2>Runs</h2><div class="card">{runs_table}</div></section>'
+    return body, charts
+
+
+def _row_table(rows: Sequence[Row]) -> str:
+    hidden = set() if len(panels_of(rows)) > 1 else {"data", "model"}
+    hidden |= set() if any(row.extra for row in rows) else {"setting"}
+    cells = [{key: cell for key, cell in _row_cells(row).items() if key not in hidden} for row in rows]
+    note = '<p class="note">FLOPs are a fraction of the dense model’s. A click on a heading sorts.</p>'
+    return table(cells, "Means over seeds, by method and sparsity", text=4 - len(hidden)) + note
+
+
+def _row_cells(row: Row) -> dict[str, Cell]:
+    return {
+        "data": row.data,
+        "model": row.model,
+        "method": row.method,
+        "setting": row.setting or NONE,
+        "sparsity": (f"{100 * row.sparsity:g}%", row.sparsity),
+        "runs": (str(len(row.runs)), len(row.runs)),
+        "top-1": _plus_minus(row, "top1"),
+        "top-5": _plus_minus(row, "top5"),
+        "achieved sparsity": figure(row.mean("achieved_sparsity"), percent),
+        "nonzero": figure(row.mean("nonzero"), count),
+        "FLOPs": figure(row.flops, percent, 1),
+        "file": figure(row.mean("model_bytes"), size),
+        "dense file": figure(row.mean("dense_bytes"), size),
+        "time": figure(row.mean("seconds"), duration),
+    }
+
+
+def _plus_minus(row: Row, key: str) -> Cell:
+    mean, std = row.percent(key)
+    return (NONE if mean is None else f"{mean:.2f}%") + ("" if std is None else f" ± {std:.2f}"), number(row.mean(key))
+
+
+def _run_cells(run: RunFolder, folder: Path) -> dict[str, Cell]:
+    scores = run.summary or {"top1": run.epochs[-1].get("top1") if run.epochs else None}
+    # The run's page where it has one, else its folder, relative to the page that links to it.
+    page = run.folder / "report.html"
+    address = os.path.relpath(page if page.is_file() else run.folder, folder).replace(os.sep, "/")
+    return {
+        "run": (run.name, run.name, f'<a href="{escape(quote(address))}">{escape(run.name)}</a>'),
+        "method": run.method,
+        "state": run.status,
+        "sparsity": (f"{100 * run.sparsity:g}%", run.sparsity),
+        "seed": (str(run.seed), run.seed),
+        "top-1": figure(scores.get("top1"), percent),
+        "achieved sparsity": figure(scores.get("achieved_sparsity"), percent),
+        "time": figure(scores.get("seconds"), duration),
+    }
+
+
+def _charts(rows: Sequence[Row]) -> list[Chart]:
+    """Accuracy against sparsity and, where FLOPs are known, against FLOPs; for every data set and model."""
+    panels, y = panels_of(rows), {"label": "top-1 (%)", "unit": "%", "limits": [0, 100]}
+    axes: list[tuple[str, str, dict[str, Any], Callable[[Row], float]]] = [
+        ("sparsity", "sparsity", {"label": "sparsity (%)", "scale": "sparsity"}, lambda row: row.sparsity),
+        ("flops", "FLOPs", {"label": "FLOPs (% of dense)", "scale": "log"}, lambda row: row.flops),
+    ]
+    charts: list[Chart] = []
+    for i, ((data, model), members) in enumerate(panels.items()):
+        where = f": {model} on {data}" if len(panels) > 1 else ""
+        dense, lines = curves_of([row for row in members if row.percent("top1")[0] is not None])
+        means = [(row.label, *row.percent("top1")) for row in dense]
+        levels = [{"y": mean, "name": label, "error": std} for label, mean, std in means]
+        for key, word, x, at in axes:
+            series: list[Chart] = []
+            for label, found in lines.items():
+                points = [(100 * at(row), *row.percent("top1")) for row in found if (number(at(row)) or 0) > 0]
+                if points:
+                    xs, ys, errors = zip(*sorted(points, key=lambda p: p[0]), strict=True)
+                    # Six colours; then the dashes change.
+                    dash = ("", "6 3", "2 3")[len(series) // 6 % 3]
+                    series.append(line(label, xs, ys, error=errors, dots=True, marker=len(series), dash=dash))
+            chart = {"id": f"{key}-{i}", "title": f"Accuracy against {word}{where}", "x": {**x, "unit": "%"}, "y": y}
+            note = "Last-epoch top-1, mean over seeds; bars show ± one standard deviation."
+            charts += [{**chart, "note": note, "series": series, "lines": levels}] if series else []
+    return charts

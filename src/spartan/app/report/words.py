@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import html
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,32 +19,20 @@ def escape(value: Any) -> str:
     return html.escape(str(value), quote=True)
 
 
-def _or_dash(show: Callable[..., str]) -> Callable[..., str]:
-    """Shows a number, and a dash where there is none."""
-
-    @functools.wraps(show)
-    def shown(value: Any, *options: Any) -> str:
-        found = number(value)
-        return NONE if found is None else show(found, *options)
-
-    return shown
+def percent(value: Any, digits: int = 2) -> str:
+    """0.9234 is 92.34%; here and below, what is no number is a dash."""
+    return NONE if number(value) is None else f"{100 * value:.{digits}f}%"
 
 
-@_or_dash
-def percent(value: float, digits: int = 2) -> str:
-    """0.9234 is 92.34%."""
-    return f"{100 * value:.{digits}f}%"
-
-
-@_or_dash
-def count(value: float) -> str:
+def count(value: Any) -> str:
     """1,234,567."""
-    return f"{round(value):,}"
+    return NONE if number(value) is None else f"{round(value):,}"
 
 
-@_or_dash
-def short(value: float, unit: str = "") -> str:
+def short(value: Any, unit: str = "") -> str:
     """1.23 M, 41.1 M, 3.6 G."""
+    if number(value) is None:
+        return NONE
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g} {prefix}{unit}"
@@ -57,11 +44,10 @@ def size(value: Any) -> str:
     return short(value, "B")
 
 
-@_or_dash
-def duration(value: float) -> str:
+def duration(value: Any) -> str:
     """Seconds as hours and minutes."""
-    if value < 60:
-        return f"{value:.1f} s"
+    if number(value) is None or value < 60:
+        return NONE if number(value) is None else f"{value:.1f} s"
     minutes, seconds = divmod(round(value), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
@@ -71,13 +57,6 @@ def ratio(part: Any, whole: Any) -> float | None:
     """part / whole where both are known."""
     a, b = number(part), number(whole)
     return None if a is None or not b else a / b
-
-
-def card(label: str, value: str, note: str = "", main: bool = False) -> str:
-    """One figure."""
-    kind = "card figure main" if main else "card figure"
-    small = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f'<div class="{kind}"><p class="label">{escape(label)}</p><p class="value">{escape(value)}</p>{small}</div>'
 
 
 def figure(value: Any, show: Callable[..., str], *options: Any) -> Cell:

@@ -17,6 +17,7 @@ import torch
 from spartan.disk import flush, replace_file, sync_folder
 from spartan.wording import first_line
 
+Plain = dict[str, Any]  # what a checkpoint holds beside the state of model, optimizer and sparsifier
 KEEP = 2
 # In a folder of parts: what belongs to no weight, and the digests of all files.
 PLAIN, DIGESTS = "run.pt", "digests.json"
@@ -92,7 +93,12 @@ def load_newest(folder: Path, device: torch.device) -> tuple[Path, dict[str, Any
 def load(path: Path, device: torch.device, check: bool = True) -> dict[str, Any]:
     """The state in one checkpoint, checked; of a folder of parts, what belongs to no weight."""
     try:
-        for file, wanted in _digests(path).items() if check else ():
+        beside, expected = path.with_suffix(".sha256"), {}
+        if path.is_dir():
+            expected = {path / name: value for name, value in json.loads((path / DIGESTS).read_text()).items()}
+        elif beside.is_file():
+            expected = {path: beside.read_text().strip()}
+        for file, wanted in expected.items() if check else ():
             if digest(file) != wanted:
                 which = "its checksum" if file == path else f"the checksum of {file.name}"
                 raise CheckpointError(f"{path.name} is damaged: {which} does not match")
@@ -102,14 +108,6 @@ def load(path: Path, device: torch.device, check: bool = True) -> dict[str, Any]
     except Exception as error:
         # A truncated zip surfaces as almost any exception; whatever it is, the file is of no use.
         raise CheckpointError(f"{path.name} cannot be read: {first_line(error)}") from error
-
-
-def _digests(path: Path) -> dict[Path, str]:
-    """The checksum that each file of a checkpoint should have."""
-    if path.is_dir():
-        return {path / name: wanted for name, wanted in json.loads((path / DIGESTS).read_text()).items()}
-    expected = path.with_suffix(".sha256")
-    return {path: expected.read_text().strip()} if expected.is_file() else {}
 
 
 def digest(path: Path) -> str:

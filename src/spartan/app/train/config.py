@@ -270,7 +270,16 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         return _build_section(typing.cast(type[Any], hint), value, key + ".")
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        return _convert_union(args, value, key, hint)
+        choices = [a for a in args if a is not type(None)]
+        if value is None and len(choices) < len(args):
+            return None
+        for choice in choices:
+            try:
+                return _convert(choice, value, key)
+            except RecipeError:
+                if len(choices) == 1:
+                    raise
+        raise RecipeError(f"{key}: {value!r} is not accepted; accepted: {_type_name(hint)}")
     if origin is Literal:
         if value not in args:
             raise RecipeError(f"{key}: {value!r} is not accepted{nearest(value, args)}; accepted: {_type_name(hint)}")
@@ -287,28 +296,10 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         if not isinstance(value, Mapping):
             raise RecipeError(f"{key}: {value!r} must be a table of keys and values")
         return {str(k): v if args[1] is Any else _convert(args[1], v, f"{key}.{k}") for k, v in value.items()}
-    return _convert_scalar(hint, _as_number(value) if hint in (int, float) else value, key)
-
-
-def _convert_union(args: tuple[Any, ...], value: Any, key: str, hint: Any) -> Any:
-    choices = [a for a in args if a is not type(None)]
-    if value is None and len(choices) < len(args):
-        return None
-    for choice in choices:
-        try:
-            return _convert(choice, value, key)
-        except RecipeError:
-            if len(choices) == 1:
-                raise
-    raise RecipeError(f"{key}: {value!r} is not accepted; accepted: {_type_name(hint)}")
-
-
-def _convert_scalar(hint: type, value: Any, key: str) -> Any:
+    value = _as_number(value) if hint in (int, float) else value
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is float and number:
-        return float(value)
-    if hint is int and number and float(value).is_integer():
-        return int(value)
+    if (hint is float and number) or (hint is int and number and float(value).is_integer()):
+        return hint(value)
     if hint in (str, bool) and isinstance(value, hint):
         return value
     raise RecipeError(f"{key}: {value!r} is {type(value).__name__}; {_type_name(hint)} is needed")

@@ -49,8 +49,7 @@ class Data(ABC):
     @property
     def test_batches(self) -> int:
         """Batches in `test()` of the process that has the most images."""
-        most = -(-self.test_size // self.us.world)
-        return -(-most // self.test_micro)
+        return -(-self.test_size // (self.us.world * self.test_micro))
 
     @abstractmethod
     def train(self, epoch: int, start: int = 0) -> Iterator[Batch]:
@@ -63,15 +62,15 @@ class Data(ABC):
 
 def build_data(config: Config, device: torch.device, us: Processes = Processes()) -> Data:  # noqa: B008
     """The data that `config.data` describes, for one of these processes."""
-    from spartan.app.train import image_tables, large_images, small_images
+    from spartan.app.train import large_images, small_images
 
     source = config.data.source
-    if source in image_tables.TABLES:
+    if source in large_images.TABLES:
         return large_images.LargeImages(config, device, us)
     if source in small_images.READERS or source.startswith("torchvision/") or ":" in source:
         return small_images.SmallImages(config, device, us)
     named = [f"torchvision/{name}" for name in small_images.TORCHVISION]
-    known = [*small_images.READERS, *image_tables.TABLES, *named]
+    known = [*small_images.READERS, *large_images.TABLES, *named]
     raise RecipeError(
         f"data.source: {source!r} is unknown{nearest(source, known)}; accepted: {', '.join(known)}, module:function"
     )

@@ -10,14 +10,13 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
 import spartan
 from spartan.app.runs import INCIDENTAL, INCIDENTAL_DATA, is_finished, is_run, read_run
@@ -106,10 +105,8 @@ def environment(device: torch.device, command: list[str]) -> dict[str, Any]:
     """Versions, commit and machine kind."""
     versions = {"spartan": spartan.__version__, "python": platform.python_version(), "torch": torch.__version__}
     for name in ("torchvision", "timm", "numpy"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "command": command,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -123,12 +120,10 @@ def environment(device: torch.device, command: list[str]) -> dict[str, Any]:
 
 def _commit() -> str | None:
     """The commit of the library's checkout, if it runs from one."""
-    here = Path(__file__).parent
-    try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() if found.returncode == 0 else None
+    ask = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(ask, stderr=subprocess.DEVNULL, text=True, timeout=10).strip()
+    return None
 
 
 def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +135,12 @@ def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any
     model = trainer.parallel.gathered_model(trainer.build_model)
     if model is None:
         return {}
-    packed_bytes = _save_model(out / "model.safetensors", model, trainer)
+    config, data = trainer.config, trainer.data
+    reference = {"model": config.model, "classes": data.classes, "shape": list(data.shape), "args": config.model_args}
+    try:
+        packed_bytes = spartan.save(model, out / "model.safetensors", architecture=reference)
+    except ValueError:  # a model that its own name does not lead to again must not cost a whole run
+        packed_bytes = spartan.save(model, out / "model.safetensors")
     if trainer.masks:
         bits = np.stack([np.packbits(m.numpy()) for m in trainer.masks])
         with (out / "masks.npz").open("wb") as file:
@@ -148,18 +148,15 @@ def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any
     counted = sum(layer["parameters"] for layer in layers)
     nonzero = sum(layer["kept"] for layer in layers)
     parameters = sum(p.numel() for p in model.parameters())
-    everything = parameters if trainer.config.count == "model" else counted
-    device = next(model.parameters()).device
-    count = spartan.flops(model, torch.zeros(1, *trainer.data.shape, device=device))
+    everything = parameters if config.count == "model" else counted
+    count = spartan.flops(model, torch.zeros(1, *data.shape, device=next(model.parameters()).device))
+    measured = ("top1", "top5", "test_loss", "train_loss", "seconds", "images_per_s", "density")
     summary = {
-        "method": trainer.config.method,
-        "sparsity": trainer.config.sparsity,
-        "seed": trainer.config.seed,
-        **{
-            key: record[key]
-            for key in ("top1", "top5", "test_loss", "train_loss", "seconds", "images_per_s", "density")
-        },
-        "epochs": trainer.config.epochs,
+        "method": config.method,
+        "sparsity": config.sparsity,
+        "seed": config.seed,
+        **{key: record[key] for key in measured},
+        "epochs": config.epochs,
         "steps": trainer.step,
         "achieved_sparsity": (counted - nonzero) / everything,
         "nonzero": nonzero,
@@ -173,13 +170,3 @@ def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any
     }
     replace_file(out / "summary.json", json.dumps(summary, indent=1).encode())
     return summary
-
-
-def _save_model(path: Path, model: nn.Module, trainer: Trainer) -> int:
-    """The model, packed, with what it takes to build it again; the size of the file."""
-    config, data = trainer.config, trainer.data
-    reference = {"model": config.model, "classes": data.classes, "shape": list(data.shape), "args": config.model_args}
-    try:
-        return spartan.save(model, path, architecture=reference)
-    except ValueError:  # a model that its own name does not lead to again must not cost a whole run
-        return spartan.save(model, path)

@@ -19,16 +19,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from spartan.app.runs import read_run
+from spartan.app.terminal import Display
 from spartan.app.train import checkpoint, folder
 from spartan.app.train.config import Config, RecipeError, load_recipe
 from spartan.app.train.data import Data, build_data, seed_of
-from spartan.app.train.display import Display
 from spartan.app.train.metrics import Metrics
 from spartan.app.train.mixing import mix_batch
-from spartan.app.train.parallel import distribute
-from spartan.app.train.processes import StopAgreement, choose_device, current
+from spartan.app.train.parallel import distribute, gathered
+from spartan.app.train.processes import Interrupted, StopAgreement, StopSignals, choose_device, current
 from spartan.app.train.setup import build_cost, build_model, build_optimizer, build_sparsifier, lr_at
-from spartan.app.train.signals import Interrupted, StopSignals
 from spartan.wording import first_line, one_line
 
 FLUSH_EVERY = 50  # steps between looks at the device
@@ -97,16 +96,15 @@ class Trainer:
     def fit(self, out: Path, *, metrics_offset: int | None = None, quiet: bool = False) -> dict[str, Any]:
         """Train from where the run stands to its end; the summary is written last."""
         agreement = StopAgreement(self.us)
-        display = Display(self.config, self.total_steps, quiet or not self.us.first)
         with (
             StopSignals(launched=not self.us.alone) as signals,
             Metrics(out, metrics_offset, self.us) as metrics,
-            display,
+            Display(self.config.epochs, self.total_steps, quiet or not self.us.first) as display,
         ):
             for epoch in range(self.step // self.steps_per_epoch, self.config.epochs):
                 started, first = time.monotonic(), self.step
                 for _ in self._epoch(epoch, metrics):
-                    display.step(self.step, metrics.last_loss, self.sparsifier)
+                    display.step(self.step, metrics.last_loss, self.sparsifier.progress)
                     if self.step % self.steps_per_epoch:  # the end of an epoch is saved below, with its scores
                         self._save_if_due(out, metrics, agreement.ask(signals.caught), time.monotonic() - started)
                 images = (self.step - first) * self.config.batch_size
@@ -184,7 +182,9 @@ class Trainer:
         train_loss = float(self.us.mean_(self.loss_sum.double())) / self.steps_per_epoch  # waits for the device
         seconds = time.monotonic() - started
         scores = self.evaluate()
-        self._remember_masks()
+        masks = list(self.sparsifier.masks().values())
+        stride = -(-sum(m.numel() for m in masks) // MASK_SAMPLE)
+        self.masks.append(torch.cat([gathered(m).reshape(-1)[::stride] for m in masks]).cpu())
         self.seconds += time.monotonic() - started
         stats = self.sparsifier.stats
         return {
@@ -219,11 +219,6 @@ class Trainer:
             sums[3] += len(y)
         top1, top5, loss = (self.us.sum_(sums)[:3] / sums[3]).tolist()
         return {"top1": top1, "top5": top5, "test_loss": loss}
-
-    def _remember_masks(self) -> None:
-        masks = list(self.sparsifier.masks().values())
-        stride = -(-sum(m.numel() for m in masks) // MASK_SAMPLE)
-        self.masks.append(torch.cat([self.parallel.gathered(m).reshape(-1)[::stride] for m in masks]).cpu())
 
     # ------------------------------------------------------------------ saving
 
@@ -314,30 +309,18 @@ def resume(out: Path, sets: Sequence[str] = (), *, quiet: bool = False) -> dict[
     if run.summary is not None:
         return run.summary
     trainer = Trainer(us.decide(lambda: load_recipe(out / "recipe.yaml", sets)))
-    with folder.locked(out) if us.first else contextlib.nullcontext():
-        found = _last_good_checkpoint(out, trainer)
-        return trainer.fit(out, metrics_offset=0 if found is None else trainer.load(*found), quiet=quiet)
 
-
-def _last_good_checkpoint(out: Path, trainer: Trainer) -> tuple[Path, dict[str, Any]] | None:
-    """The last good checkpoint, on every process the one that the first process found to be so."""
-    state: dict[str, Any] | None = None
-
-    def find() -> Path | None:
-        nonlocal state
-        found = checkpoint.load_newest(out, trainer.device)
-        if found is None:
-            return None
-        path, state, trouble = found
+    def last_good() -> Path | None:
+        path, _, trouble = checkpoint.load_newest(out, trainer.device) or (None, None, [])
         for line in trouble:
             print(f"warning: {line}; continuing from the one before it", file=sys.stderr)
         return path
 
-    path = trainer.us.decide(find)
-    if path is None:
-        return None
-    # The first process has read every file; that is enough.
-    return path, checkpoint.load(path, trainer.device, check=False) if state is None else state
+    with folder.locked(out) if us.first else contextlib.nullcontext():
+        path = us.decide(last_good)
+        # The first process has checked every file; that is enough.
+        offset = 0 if path is None else trainer.load(path, checkpoint.load(path, trainer.device, check=False))
+        return trainer.fit(out, metrics_offset=offset, quiet=quiet)
 
 
 def evaluate(config: Config, weights: Mapping[str, Tensor]) -> dict[str, float]:

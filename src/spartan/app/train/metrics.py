@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -33,7 +34,10 @@ class Metrics:
             if offset is not None:
                 # What a killed run wrote after its last checkpoint will be written again.
                 self._file.truncate(offset)
-            self._board = _tensorboard(folder)
+            with warnings.catch_warnings(action="ignore"), contextlib.suppress(ImportError):  # where it is installed
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._board = SummaryWriter(str(folder / "tensorboard"))
 
     def __enter__(self) -> Metrics:
         return self
@@ -91,14 +95,3 @@ class Metrics:
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._file.seek(0, os.SEEK_END)
-
-
-def _tensorboard(folder: Path) -> Any:
-    """TensorBoard's writer where it is installed."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder / "tensorboard"))

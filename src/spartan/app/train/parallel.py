@@ -19,13 +19,12 @@ from torch.optim import Optimizer
 
 from spartan import Sparsifier
 from spartan.app.train import checkpoint
+from spartan.app.train.checkpoint import Plain
 from spartan.app.train.config import Config, RecipeError
 from spartan.app.train.data import Data
 from spartan.app.train.processes import Processes
-from spartan.app.train.setup import build_pattern
 from spartan.distributed import is_dtensor
-
-Plain = dict[str, Any]
+from spartan.problem.patterns import read_pattern
 
 
 def distribute(config: Config, model: nn.Module, us: Processes) -> WholeModel:
@@ -39,11 +38,14 @@ def distribute(config: Config, model: nn.Module, us: Processes) -> WholeModel:
         )
     if config.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return (ShardedModel if config.parallel == "fsdp2" else ReplicatedModel)(config, model, us)
+    return (ShardedModel if config.parallel == "fsdp2" else WholeModel)(config, model, us)
 
 
 class WholeModel:
-    """One process: the model is whole, and nothing is sent."""
+    """Each process has the whole model; of several, gradients are averaged over all of them: DistributedDataParallel.
+
+    Each normalises its own part of a batch, and the first one's running statistics count, unless `sync_bn` is set.
+    """
 
     def __init__(self, config: Config, model: nn.Module, us: Processes) -> None:
         self.config, self.us = config, us
@@ -53,32 +55,26 @@ class WholeModel:
 
     def _prepare(self, model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
         """The model whose parameters are trained, and what to call in training."""
-        model = self._channels_last(model)
-        # Small nets on a fast GPU wait for launches, so steps are replayed as CUDA graphs.
-        return model, torch.compile(model, mode="reduce-overhead") if self.compiled else model
-
-    def _channels_last(self, model: nn.Module) -> nn.Module:
-        if not self.config.channels_last:
-            return model
-        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if self.config.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if self.us.alone:
+            # Small nets on a fast GPU wait for launches, so steps are replayed as CUDA graphs.
+            return model, torch.compile(model, mode="reduce-overhead") if self.compiled else model
+        self._ddp = DistributedDataParallel(model, [self.device] if self.device.type == "cuda" else None)
+        # A CUDA graph cannot hold what is sent in between.
+        return model, torch.compile(self._ddp) if self.compiled else self._ddp
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around each micro-batch: gradients are averaged over processes once a step, with the last one."""
-        return contextlib.nullcontext()
+        return contextlib.nullcontext() if last or self.us.alone else self._ddp.no_sync()
 
     def test_batches(self, data: Data) -> Iterator[tuple[Tensor, Tensor]]:
         """This process's share of the test images."""
         return data.test()
 
-    def gathered(self, tensor: Tensor) -> Tensor:
-        """The whole of what processes may hold in parts; every process must ask."""
-        return tensor
-
     def gathered_model(self, build: Callable[[], nn.Module]) -> nn.Module | None:
         """On the first process, a plain model with the weights trained; every process must ask. `build` makes one."""
         return self.model if self.us.first else None
-
-    # ------------------------------------------------------------------ checkpoints
 
     def save(self, out: Path, step: int, plain: Plain, optimizer: Optimizer, sparsifier: Sparsifier) -> None:
         """Write a checkpoint; every process must call it, with the same plain values."""
@@ -97,23 +93,6 @@ class WholeModel:
             load_sharded(path, self.model, optimizer, sparsifier)
         else:
             load_whole(state, self.model, optimizer, sparsifier)
-
-
-class ReplicatedModel(WholeModel):
-    """Each process has the whole model, and gradients are averaged over all of them: DistributedDataParallel.
-
-    Each normalises its own part of a batch, and the first one's running statistics count, unless `sync_bn` is set.
-    """
-
-    def _prepare(self, model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
-        model = self._channels_last(model)
-        self._ddp = DistributedDataParallel(model, [self.device] if self.device.type == "cuda" else None)
-        # A CUDA graph cannot hold what is sent in between.
-        return model, torch.compile(self._ddp) if self.compiled else self._ddp
-
-    def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Around each micro-batch: gradients are averaged over processes once a step, with the last one."""
-        return contextlib.nullcontext() if last else self._ddp.no_sync()
 
 
 class ShardedModel(WholeModel):
@@ -147,7 +126,7 @@ class ShardedModel(WholeModel):
         from torch.distributed.tensor import Shard
 
         shape, world = tuple(parameter.shape), self.us.world
-        sides = build_pattern(self.config).sides(shape) if len(shape) > 1 else None
+        sides = read_pattern(self.config.pattern).sides(shape) if len(shape) > 1 else None
         if sides is None or -(-shape[0] // world) % sides[0] == 0:
             return Shard(0)
         columns = parameter.numel() // shape[0] // world
@@ -160,22 +139,15 @@ class ShardedModel(WholeModel):
 
     def test_batches(self, data: Data) -> Iterator[tuple[Tensor, Tensor]]:
         """This process's share of the test images; one with fewer batches than others ends with images of no label."""
-        done = 0
-        for batch in data.test():
-            yield batch
-            done += 1
-        for _ in range(done, data.test_batches):
-            yield torch.zeros(1, *data.shape, device=self.device), torch.zeros(0, dtype=torch.int64, device=self.device)
-
-    def gathered(self, tensor: Tensor) -> Tensor:
-        """The whole of what processes may hold in parts; every process must ask."""
-        return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+        batches, on = data.test(), self.device
+        for _ in range(data.test_batches):
+            yield next(batches, (torch.zeros(1, *data.shape, device=on), torch.zeros(0, dtype=torch.int64, device=on)))
 
     def gathered_model(self, build: Callable[[], nn.Module]) -> nn.Module | None:
         """On the first process, a plain model with the weights trained; every process must ask. `build` makes one."""
         found = {}
         for name, value in self.model.state_dict().items():  # one at a time: only the first process needs room for all
-            value = self.gathered(value)
+            value = gathered(value)
             if self.us.first:
                 found[name] = value.cpu() if isinstance(value, Tensor) else value
         if not self.us.first:
@@ -194,6 +166,11 @@ class ShardedModel(WholeModel):
         self._checkpoints.wait()
 
 
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of what processes may hold in parts; every process must ask."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def blocks(model: nn.Module) -> list[nn.Module]:
     """What FSDP2 makes whole one after the other: residual blocks, transformer layers.
 
@@ -210,14 +187,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
         []
     """
     found = list(_blocks(model))
-    owner: dict[int, int] = {}
-    for i, block in enumerate(found):
-        for parameter in block.parameters():
-            if owner.setdefault(id(parameter), i) != i:
-                return []
     inside = {id(module) for block in found for module in block.modules()}
-    rest = (p for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False))
-    return [] if any(id(p) in owner for p in rest) else found
+    rest = {p for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)}
+    pieces = [rest, *(set(block.parameters()) for block in found)]
+    return found if sum(map(len, pieces)) == len(set(model.parameters())) else []
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -6,10 +6,14 @@ import contextlib
 import datetime
 import json
 import os
+import signal
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -99,6 +103,42 @@ class Processes:
                     dist.broadcast(tensor, src=0, group=self.group)
 
 
+class Interrupted(SystemExit):
+    """The run was asked to stop; it is saved, and the text says how to go on."""
+
+    def __init__(self, out: Path, number: int) -> None:
+        super().__init__(128 + number)
+        self.message = f"stopped by {signal.Signals(number).name}; continue with: spartan train --resume {out}"
+
+
+class StopSignals:
+    """Remembers the first stop signal instead of dying of it; a second one ends the process as usual.
+
+    Not so where a launcher looks after several processes: Ctrl-C reaches each of them from the terminal and once more
+    from the launcher, who ends by force those that take too long.
+    """
+
+    def __init__(self, launched: bool = False, numbers: Sequence[int] = (signal.SIGTERM, signal.SIGINT)) -> None:
+        self._launched, self._numbers = launched, numbers
+        self.caught: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in self._numbers:
+                self._before[number] = signal.signal(number, self._catch)
+        return self
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        self.caught = number
+        if not self._launched:
+            signal.signal(number, self._before[number])
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
 class StopAgreement:
     """Whether any process was asked to stop: told to all, and known to all at the same step.
 
@@ -185,11 +225,6 @@ def current() -> Processes:
     return _current
 
 
-def restarted() -> bool:
-    """Whether torchrun has started this process again after one of its group died."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
 @contextlib.contextmanager
 def joined() -> Iterator[Processes]:
     """Meet the others, if a launcher such as torchrun started several (WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR)."""
@@ -255,28 +290,23 @@ def _name_the_meeting(store: Store, us: Processes, deadline: float) -> str:
     word of its own under `hello`, over that of its predecessor; the first answers under that word, which nobody has used
     before, with a word for all; and it waits until everyone says that they have it.
     """
-    mine, here, answered = uuid.uuid4().hex, {us.rank}, {us.rank: ""}
+    mine, missing = uuid.uuid4().hex, set(range(1, us.world))
     if not us.first:
         store.set(f"hello/{us.rank}", mine)
     while time.monotonic() < deadline:
-        if not us.first:
-            if store.check([f"welcome/{mine}"]):
-                ours = store.get(f"welcome/{mine}").decode()
-                store.set(f"here/{ours}/{us.rank}", "")
-                return ours
-        else:
-            for rank in set(range(us.world)) - here:
-                if store.check([f"here/{mine}/{rank}"]):
-                    here.add(rank)
-                elif store.check([f"hello/{rank}"]) and (theirs := store.get(f"hello/{rank}").decode()) != answered.get(
-                    rank
-                ):
-                    store.set(f"welcome/{theirs}", mine)
-                    answered[rank] = theirs
-            if len(here) == us.world:
+        if us.first:
+            missing = {rank for rank in missing if not store.check([f"here/{mine}/{rank}"])}
+            if not missing:
                 return mine
+            for rank in missing:
+                if store.check([f"hello/{rank}"]):
+                    store.set(f"welcome/{store.get(f'hello/{rank}').decode()}", mine)
+        elif store.check([f"welcome/{mine}"]):
+            ours = store.get(f"welcome/{mine}").decode()
+            store.set(f"here/{ours}/{us.rank}", "")
+            return ours
         time.sleep(0.01)
-    raise Stopped(f"{len(here)} of {us.world} are here" if us.first else "process 0 did not answer")
+    raise Stopped(f"{us.world - len(missing)} of {us.world} are here" if us.first else "process 0 did not answer")
 
 
 def _common_error(us: Processes, store: Store, error: Exception) -> Exception:

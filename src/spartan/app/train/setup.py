@@ -13,7 +13,7 @@ from spartan import Sparsifier, zoo
 from spartan.app.train.config import Config, RecipeError, blaming_the_recipe
 from spartan.methods import Method, as_method
 from spartan.problem.costs import Cost, cost_by_name
-from spartan.problem.patterns import Pattern, read_pattern
+from spartan.problem.patterns import read_pattern
 from spartan.problem.schedules import Schedule
 from spartan.zoo import Shape
 
@@ -48,12 +48,6 @@ def build_model(config: Config, classes: int, shape: Shape) -> nn.Module:
         return zoo.build_model(config.model, classes, shape, config.model_args, source)
 
 
-def build_pattern(config: Config) -> Pattern:
-    """The pattern of a recipe, by the patterns' own spelling."""
-    with blaming_the_recipe("pattern"):
-        return read_pattern(config.pattern)
-
-
 def build_cost(config: Config, model: nn.Module, shape: Shape) -> Cost:
     """What the budget counts. The model must still be whole."""
     images = torch.zeros(1, *shape, device=next(model.parameters()).device)
@@ -66,7 +60,7 @@ def build_sparsifier(config: Config, model: nn.Module, cost: Cost, total_steps: 
     same = ("budget", "include", "exclude", "warmup", "finetune", "count", "min_density")  # in a recipe as in Python
     options = {key: getattr(config, key) for key in same}
     with blaming_the_recipe():
-        method, pattern = build_method(config), build_pattern(config)
+        method, pattern = build_method(config), read_pattern(config.pattern)
         return Sparsifier(model, config.sparsity, total_steps, method, pattern=pattern, cost=cost, **options)
 
 

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from spartan import Sparsifier
-from spartan.app.train.checkpoint import DIGESTS, PLAIN, CheckpointError, cannot_write, digest, remove_old, write_state
+from spartan.app.train import checkpoint
+from spartan.app.train.checkpoint import CheckpointError, Plain, cannot_write, digest, remove_old, write_state
 from spartan.app.train.processes import Processes, timeout_seconds
 from spartan.disk import replace_file, sync_folder
 from spartan.state.sharded import save_sharded
@@ -40,13 +41,7 @@ class ShardedCheckpoints:
             self._us = dataclasses.replace(us, group=dist.new_group(backend="gloo", timeout=limit))
 
     def save(
-        self,
-        out: Path,
-        step: int,
-        plain: dict[str, Any],
-        model: nn.Module,
-        optimizer: Optimizer,
-        sparsifier: Sparsifier,
+        self, out: Path, step: int, plain: Plain, model: nn.Module, optimizer: Optimizer, sparsifier: Sparsifier
     ) -> None:
         """Write a checkpoint; every process must call it. In the background, this takes as long as a copy does."""
         self.wait()
@@ -93,7 +88,7 @@ def _why_not_written(path: Path, error: BaseException) -> str:
     return str(cannot_write(path, error))
 
 
-def _start_folder(path: Path, plain: dict[str, Any]) -> None:
+def _start_folder(path: Path, plain: Plain) -> None:
     """A folder aside, with the plain values; what a killed process left of another is removed."""
     try:
         path.parent.mkdir(exist_ok=True)
@@ -101,7 +96,7 @@ def _start_folder(path: Path, plain: dict[str, Any]) -> None:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         aside = path.with_suffix(".tmp")
         aside.mkdir()
-        write_state(aside / PLAIN, plain)
+        write_state(aside / checkpoint.PLAIN, plain)
     except (OSError, RuntimeError) as error:
         raise cannot_write(path, error) from error
 
@@ -112,7 +107,7 @@ def _put_in_place(aside: Path, path: Path, everyone: Sequence[tuple[str, dict[st
     try:
         if not trouble:
             digests = {name: value for _, mine in everyone for name, value in mine.items()}
-            replace_file(aside / DIGESTS, json.dumps(digests).encode())
+            replace_file(aside / checkpoint.DIGESTS, json.dumps(digests).encode())
             sync_folder(aside)
             if path.exists():  # one that was damaged, since the run has come here again
                 path.rename(path.with_suffix(".old.tmp"))

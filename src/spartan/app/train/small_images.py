@@ -45,8 +45,8 @@ class SmallImages(Data):
             raise RecipeError(f"data.classes: {classes} is too few; the labels go up to {labels - 1}")
         super().__init__(config, device, us, classes, (channels, height, width), (len(x_train), len(x_test)))
         self.test_micro = max(self.micro, 1024)  # no gradients are kept, so more fits at once
-        for key, size in (("pad", config.data.pad), ("cutout", config.data.cutout)):
-            if size >= min(height, width):
+        for key in ("pad", "cutout"):
+            if (size := getattr(config.data, key)) >= min(height, width):
                 raise RecipeError(f"data.{key}: {size} must be smaller than the images, which are {height}×{width}")
         mean, std = _moments(x_train)
         self.scale = (1 / std).float().to(device)[:, None, None]
@@ -82,12 +82,10 @@ class SmallImages(Data):
 
         Drawn at once and on the host, so that it is the same for every device, batch size and starting point.
         """
-        generator = torch.Generator().manual_seed(seed_of(self.config.seed, epoch))
-        n = self.train_size
-        draws = [torch.randperm(n, generator=generator)]
-        for choices in (len(self._rows), len(self._columns), *self.shape[1:]):
-            draws.append(torch.randint(choices, (n,), generator=generator))
-        table = torch.stack(draws)
+        generator, n = torch.Generator().manual_seed(seed_of(self.config.seed, epoch)), self.train_size
+        choices = (len(self._rows), len(self._columns), *self.shape[1:])
+        order = torch.randperm(n, generator=generator)
+        table = torch.stack([order, *(torch.randint(count, (n,), generator=generator) for count in choices)])
         return (table.pin_memory() if self.device.type == "cuda" else table).to(self.device, non_blocking=True)
 
     def _augmented(self, order: Tensor, row: Tensor, column: Tensor, cut_row: Tensor, cut_column: Tensor) -> Tensor:
@@ -123,13 +121,9 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
         mean = counts @ values / total
         std = ((counts * (values - mean[:, None]) ** 2).sum(1) / total).sqrt()
     else:
-        pairs = [torch.var_mean(c.double(), correction=0) for c in x.unbind(1)]
+        pairs = [torch.std_mean(c.double(), correction=0) for c in x.unbind(1)]
         std, mean = (torch.stack(values) for values in zip(*pairs, strict=True))
-        std = std.sqrt()
     return mean, torch.where(std > 0, std, 1.0)
-
-
-# ---------------------------------------------------------------------- reading
 
 
 def _read(config: Config) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -198,10 +192,9 @@ def _from_function(config: Config) -> Sequence[Any]:
 def _from_torchvision(config: Config) -> Sequence[Any]:
     name = config.data.source.removeprefix("torchvision/")
     if name not in TORCHVISION:
-        hint = "other sets can be laid out for data.source=imagefolder"
         raise RecipeError(
-            f"data.source: torchvision/{name} is unknown{nearest(name, list(TORCHVISION))}; {hint}; "
-            f"accepted: {', '.join(TORCHVISION)}"
+            f"data.source: torchvision/{name} is unknown{nearest(name, TORCHVISION)}; other sets can be laid out for "
+            f"data.source=imagefolder; accepted: {', '.join(TORCHVISION)}"
         )
     root, arrays = source_path(config), []
     with blaming_the_recipe():
@@ -209,8 +202,7 @@ def _from_torchvision(config: Config) -> Sequence[Any]:
     options = {"download": config.data.download} if "download" in inspect.signature(dataset).parameters else {}
     for part in TORCHVISION[name]:
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # old pickles and headers that these sets come in
+            with warnings.catch_warnings(action="ignore"):  # about old pickles and headers that these sets come in
                 loaded = dataset(str(root), **part, **options)
         except (RuntimeError, OSError, ImportError) as error:  # not there, not reachable, or SVHN without scipy
             reason = one_line(error).rstrip(".")
@@ -220,9 +212,8 @@ def _from_torchvision(config: Config) -> Sequence[Any]:
             ) from None
         x = loaded.data
         channels_first = getattr(x, "ndim", 0) == 4 and x.shape[1] == 3 and x.shape[3] != 3  # SVHN, STL10
-        arrays += [x.transpose(0, 2, 3, 1) if channels_first else x, getattr(loaded, "targets", None)]
-        if arrays[-1] is None:
-            arrays[-1] = loaded.labels
+        labels = loaded.targets if hasattr(loaded, "targets") else loaded.labels
+        arrays += [x.transpose(0, 2, 3, 1) if channels_first else x, labels]
     return arrays
 
 

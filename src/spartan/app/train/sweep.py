@@ -9,19 +9,18 @@ import re
 import signal
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import yaml
+
 from spartan.app.runs import epochs_done, identity, is_finished, is_run, read_run, result_line
 from spartan.app.terminal import ProgressBar
 from spartan.app.train.config import Config, RecipeError, load_recipe
-from spartan.app.train.signals import StopSignals
-
-OPEN, CLOSE = "[{(", "]})"
+from spartan.app.train.processes import StopSignals
 
 
 @dataclass(frozen=True)
@@ -44,26 +43,14 @@ class Outcome:
     reason: str = ""
 
 
-# ---------------------------------------------------------------------- the grid
-
-
 def split_values(text: str) -> list[str]:
-    """`a,b,[c,d]` → a | b | [c,d]: commas inside brackets, braces and quotes do not separate."""
-    parts, depth, quote = [""], 0, ""
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        elif character in OPEN:
-            depth += 1
-        elif character in CLOSE:
-            depth -= 1
-        if character == "," and not depth and not quote:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts]
+    """`a,b,[c,d]` → a | b | [c,d]: commas inside brackets, braces and quotes do not separate. Empty if one has no value."""
+    listed = f"[{text}]"
+    try:
+        items = yaml.compose(listed, yaml.SafeLoader).value
+    except yaml.YAMLError:
+        return []
+    return [listed[item.start_mark.index : item.end_mark.index] for item in items] or [""]
 
 
 def grid(sets: Sequence[str], seeds: int | None = None) -> list[tuple[str, ...]]:
@@ -71,9 +58,8 @@ def grid(sets: Sequence[str], seeds: int | None = None) -> list[tuple[str, ...]]
     axes: dict[str, list[str]] = {}
     for setting in sets:
         key, equals, text = setting.partition("=")
-        key = key.strip()
-        values = split_values(text)
-        if not equals or not key or (len(values) > 1 and "" in values):
+        key, values = key.strip(), split_values(text)
+        if not equals or not key or not values:
             raise RecipeError(f"--set {setting!r}: write key=value or key=value,value, such as --set sparsity=.9,.95")
         if key in axes:
             raise RecipeError(f"--set {key} is given twice; write its values in one: --set {key}=a,b")
@@ -122,78 +108,68 @@ def _name(config: Config, varied: Sequence[str]) -> str:
     return re.sub(r"[^\w.=+-]+", "_", f"{config.method}-{config.sparsity:g}{extra}-seed{config.seed}")
 
 
-# ---------------------------------------------------------------------- running
-
-
 class Sweep:
-    """Runs jobs, up to `at_once` together; `stop` makes every running one save and end."""
+    """Runs jobs in processes of their own, up to `at_once` together; a stop signal makes all that run save and end."""
 
     def __init__(self, recipe: str, out: Path, at_once: int) -> None:
-        self.recipe, self.out, self.at_once = recipe, out, at_once
-        self.running: dict[Path, subprocess.Popen[bytes]] = {}
-        self._stopping = threading.Event()
-        self._lock = threading.Lock()
+        self.recipe, self.out, self.at_once, self.stopped = recipe, out, at_once, False
+        # by folder, with the length that its log had before
+        self._running: dict[Path, tuple[subprocess.Popen[bytes], int]] = {}
 
     def run(self, jobs: Sequence[Job], display: SweepDisplay) -> list[Outcome]:
         """Every job's outcome, in the order of the jobs; `display` hears of each as it comes."""
         outcomes: dict[Path, Outcome] = {}
         # Ctrl-C, SIGTERM and a closed terminal stop the sweep in order.
         numbers = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
-        with StopSignals(launched=True, numbers=numbers) as signals, ThreadPoolExecutor(self.at_once) as workers:
-            running = {workers.submit(self._run_job, job): job for job in jobs}
-            while running:
-                # A short wait, so that signals are seen: the main thread cannot be woken from a lock everywhere.
-                ended, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
-                if signals.caught is not None and not self.stopped():
-                    self.stop()
-                for future in ended:
-                    job, error = running.pop(future), future.exception()
-                    failed = Outcome(job, "failed", f"{type(error).__name__}: {error}")
-                    outcomes[job.folder] = outcome = future.result() if error is None else failed
-                    display.outcome(outcome)
-                if not ended:
-                    display.show_epochs(sum(map(epochs_done, list(self.running))))
+        with StopSignals(launched=True, numbers=numbers) as signals:
+            while len(outcomes) < len(jobs):
+                if signals.caught is not None and not self.stopped:
+                    self.stopped = True
+                    for process, _ in self._running.values():
+                        process.terminate()
+                for job in jobs:
+                    if job.folder not in outcomes and (outcome := self._look_after(job)):
+                        outcomes[job.folder] = outcome
+                        display.outcome(outcome)
+                display.show_epochs(sum(map(epochs_done, self._running)))
+                time.sleep(0.1)
         return [outcomes[job.folder] for job in jobs]
 
-    def stopped(self) -> bool:
-        """Whether the sweep was asked to stop."""
-        return self._stopping.is_set()
-
-    def stop(self) -> None:
-        """Start nothing more, and ask what runs to save and end."""
-        self._stopping.set()
-        with self._lock:
-            for process in self.running.values():
-                process.terminate()
-
-    def _run_job(self, job: Job) -> Outcome:
-        if is_finished(job.folder):
-            return Outcome(job, "skipped")
+    def _look_after(self, job: Job) -> Outcome | None:
+        """Start a job when there is room for it, and tell how it ended when it has."""
         log = self.out / "logs" / f"{job.folder.name}.txt"
+        if job.folder in self._running:
+            process, begin = self._running[job.folder]
+            code = process.poll()
+            if code is None:
+                return None
+            del self._running[job.folder]
+            if code == 0 and is_finished(job.folder):
+                return Outcome(job, "finished")
+            return Outcome(job, "stopped") if self.stopped else Outcome(job, "failed", _reason(code, log, begin))
+        if not self.stopped and len(self._running) == self.at_once:
+            return None
+        if is_finished(job.folder) or self.stopped:
+            return Outcome(job, "skipped" if is_finished(job.folder) else "stopped")
+        try:
+            self._running[job.folder] = self._start(job, log)
+        except OSError as error:
+            return Outcome(job, "failed", f"{type(error).__name__}: {error}")
+        return None
+
+    def _start(self, job: Job, log: Path) -> tuple[subprocess.Popen[bytes], int]:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as sink:
             begin = sink.tell()
-            with self._lock:
-                if self.stopped():
-                    return Outcome(job, "stopped")
-                # A session of its own: Ctrl-C reaches it once, through `stop`.
-                process = subprocess.Popen(
-                    self._command(job),
-                    stdin=subprocess.DEVNULL,
-                    stdout=sink,
-                    stderr=subprocess.STDOUT,
-                    env=self._environment(),
-                    start_new_session=True,
-                )
-                self.running[job.folder] = process
-            code = process.wait()
-        with self._lock:
-            del self.running[job.folder]
-        if code == 0 and is_finished(job.folder):
-            return Outcome(job, "finished")
-        if self.stopped():
-            return Outcome(job, "stopped")
-        return Outcome(job, "failed", _reason(code, log, begin))
+            process = subprocess.Popen(
+                self._command(job),
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env=self._environment(),
+                start_new_session=True,  # Ctrl-C reaches it once, through the sweep
+            )
+            return process, begin
 
     def _command(self, job: Job) -> list[str]:
         base = [sys.executable, "-m", "spartan", "train"]
@@ -216,9 +192,6 @@ def _reason(code: int, log: Path, begin: int, lines: int = 3) -> str:
         text = [line for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return "\n".join([f"{how}; log: {log}", *text[-lines:]])
-
-
-# ---------------------------------------------------------------------- showing
 
 
 class SweepDisplay(ProgressBar):

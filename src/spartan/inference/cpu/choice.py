@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from spartan.disk import replace_file
 from spartan.inference.cpu.library import cache_folder, library, status
-from spartan.inference.cpu.packed import stored
+from spartan.inference.cpu.ops import stored
 from spartan.inference.runtime import DenseConv2d, DenseLinear, Kernel, SparseConv2d, SparseLinear, name_of
 
-ROUNDS, WARM_UP, LEAST_SECONDS, MOST_ROUNDS = 7, 2, 0.1, 40
+K = TypeVar("K")
+ROUNDS, WARM_UP, LEAST_SECONDS, MOST_ROUNDS, SHOWN = 7, 2, 0.1, 40, 4
 # Rough rates relative to the best kernel, set by hand after timings on one AVX-512 processor: they only decide which three
 # kernels are timed.
 _RATE: dict[tuple[str, int], float] = {
@@ -37,10 +39,10 @@ def candidates(layer: DenseLinear | DenseConv2d, parts: int = 1) -> list[tuple[K
     """
     weight = layer.weight.reshape(len(layer.weight), -1) != 0
     outputs = len(weight)
-    conv = isinstance(layer, DenseConv2d)
-    parts *= layer.conv.groups if isinstance(layer, DenseConv2d) else 1
     shapes: list[Kernel] = [("lanes", h, 1) for h in (1, 2, 4, 8)]
-    if not conv:
+    if isinstance(layer, DenseConv2d):
+        parts *= layer.conv.groups
+    else:
         shapes += [("rows", h, g) for h in (8, 16, 32, 64) for g in (8, 4, 1)]
     found = []
     for kind, h, g in shapes:
@@ -69,32 +71,38 @@ def choose(
     if kernels == "auto" and library() is None:
         return None, f"{zeros:.1%} zeros; {status()}"
     options = candidates(layer, parts)
-    if kernels == "auto":
-        options = [option for option in options if option[1] <= DENSE_ABOVE]
-        if not options:
-            return None, f"{zeros:.1%} zeros: too few, or too scattered for any kernel"
     if library() is None:
         return options[0][0], f"{zeros:.1%} zeros; {status()}"
+    if kernels == "auto":
+        options = [option for option in options if option[1] <= DENSE_ABOVE]
+    if not options:
+        return None, f"{zeros:.1%} zeros: too few, or too scattered for any kernel"
     what = f"{layer.conv}" if isinstance(layer, DenseConv2d) else "linear"
     # Shares to two digits: layers that differ by a few weights share a measurement.
     shares = [f"{name_of(kernel)} {share:.2g}" for kernel, share in options]
     case = [machine(), what, tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]
-    times = measured(case, lambda: _measure(layer, shape, dtype, kernels, [kernel for kernel, _ in options]))
     named: dict[str, Kernel | None] = {name_of(kernel): kernel for kernel, _ in options}
-    named["dense"] = None
-    best = min(times, key=lambda name: times[name])
-    return named[best], reason(zeros, shape, times)
+    named |= {"dense": None} if kernels == "auto" else {}
+    return fastest(named, zeros, shape, measured(case, lambda: _measure(layer, shape, dtype, named), named))
 
 
-def reason(zeros: float, shape: tuple[int, ...], times: dict[str, float]) -> str:
-    """Why the fastest was chosen: every time that was measured.
+def fastest(
+    named: Mapping[str, K | None], zeros: float, shape: tuple[int, ...], times: Mapping[str, float]
+) -> tuple[K | None, str]:
+    """The kernel of the least time, and why: the times that were measured, those of a few where there are many.
 
     Example:
-        >>> reason(0.9, (8, 64), {"dense": 0.002, "rows 16×8": 0.001})
-        '90.0% zeros, input 8×64: rows 16×8 1 ms, dense 2 ms'
+        >>> fastest({"dense": None, "rows 16×8": ("rows", 16, 8)}, 0.9, (8, 64), {"dense": 0.002, "rows 16×8": 0.001})
+        (('rows', 16, 8), '90.0% zeros, input 8×64: rows 16×8 1 ms, dense 2 ms')
     """
-    rest = ", ".join(f"{name} {1e3 * t:.3g} ms" for name, t in sorted(times.items(), key=lambda item: item[1]))
-    return f"{zeros:.1%} zeros, input {'×'.join(map(str, shape))}: {rest}"
+    ranked = sorted((name for name in times if times[name] < math.inf), key=lambda name: times[name])
+    failed = len(times) - len(ranked)
+    note = f"; {failed} of {len(times)} kernels failed" if failed else ""
+    if not ranked:
+        return None, f"{zeros:.1%} zeros{note}"
+    shown = [name for name in ranked if name in ranked[:SHOWN] or name == "dense"]
+    rest = ", ".join(f"{name} {1e3 * times[name]:.3g} ms" for name in shown)
+    return named[ranked[0]], f"{zeros:.1%} zeros, input {'×'.join(map(str, shape))}: {rest}{note}"
 
 
 def sparse_layer(layer: DenseLinear | DenseConv2d, kernel: Kernel) -> SparseLinear | SparseConv2d:
@@ -106,14 +114,12 @@ def sparse_layer(layer: DenseLinear | DenseConv2d, kernel: Kernel) -> SparseLine
 
 @torch.inference_mode()
 def _measure(
-    layer: DenseLinear | DenseConv2d, shape: tuple[int, ...], dtype: torch.dtype, kernels: str, options: list[Kernel]
+    layer: DenseLinear | DenseConv2d, shape: tuple[int, ...], dtype: torch.dtype, kernels: Mapping[str, Kernel | None]
 ) -> dict[str, float]:
     """Seconds by kernel: the least of several rounds, kernels taking turns so that a busy moment hits them all."""
     x = torch.rand(shape, dtype=torch.float32).to(dtype)
-    runs: dict[str, Callable[[Tensor], Tensor]] = {name_of(option): sparse_layer(layer, option) for option in options}
-    if kernels == "auto":
-        runs["dense"] = layer
-    times = dict.fromkeys(runs, float("inf"))
+    runs = {name: layer if kernel is None else sparse_layer(layer, kernel) for name, kernel in kernels.items()}
+    times = dict.fromkeys(runs, math.inf)
     begin = time.perf_counter()
     for turn in range(WARM_UP + MOST_ROUNDS):
         if turn >= WARM_UP + ROUNDS and time.perf_counter() - begin > LEAST_SECONDS:
@@ -144,15 +150,15 @@ def machine() -> str:
 
 
 def measured(
-    case: Sequence[object], measure: Callable[[], dict[str, float]], kernels: Iterable[str] | None = None
+    case: Sequence[object], measure: Callable[[], dict[str, float]], kernels: Iterable[str]
 ) -> dict[str, float]:
     """Seconds by kernel for a case, from the cache on disk or measured now; a damaged cache counts as empty.
 
-    Times of kernels other than `kernels`, where these are given, are of an older version and do not count.
+    Times of kernels other than `kernels` are of an older version and do not count.
     """
     path, key = cache_folder() / "choices.json", "; ".join(map(str, case))
     times = _cached(path).get(key)
-    if times is None or (kernels is not None and not set(times) <= set(kernels)):
+    if times is None or not set(times) <= set(kernels):
         times = measure()
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ it works, and where `SPARTAN_NO_KERNELS=1` says so, layers run in plain torch an
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -22,9 +23,7 @@ _P, _I = ctypes.c_void_p, ctypes.c_int64
 def cache_folder() -> Path:
     """Where compiled kernels and measured choices are kept."""
     given = os.environ.get("SPARTAN_CACHE")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spartan"
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spartan"
 
 
 @functools.cache
@@ -32,10 +31,9 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get("SPARTAN_NO_KERNELS") == "1":
         return None, "SPARTAN_NO_KERNELS=1"
     if PACKAGED.exists():
-        try:
+        # It may be of another machine or an older version; the cache may have a better one.
+        with contextlib.suppress(OSError, AttributeError, RuntimeError):
             return _open(PACKAGED), "the package's own library"
-        except (OSError, AttributeError, RuntimeError):
-            pass  # of another machine or an older version; the cache may have a better one
     try:
         compiled = cache_folder() / f"kernels-{build.fingerprint()}.so"
         if not compiled.exists():
@@ -54,18 +52,13 @@ def _open(path: Path) -> ctypes.CDLL:
     library.spartan_use_isa.argtypes, library.spartan_use_isa.restype = [_I], _I
     library.spartan_use_openmp.argtypes = [_P]
     library.spartan_lane_pitch.argtypes, library.spartan_lane_pitch.restype = [_I], _I
-    for function, pointers, numbers in (
-        (library.spartan_linear_rows, 6, 8),
-        (library.spartan_linear_lanes, 6, 7),
-        (library.spartan_conv, 8, 5),
-    ):
+    for name, pointers, numbers in (("linear_rows", 6, 8), ("linear_lanes", 6, 7), ("conv", 8, 5)):
+        function = getattr(library, f"spartan_{name}")
         function.argtypes, function.restype = [_P] * pointers + [_I] * numbers, _I
-    # Torch's own pool of threads: a second one would fight with it for the cores.
-    try:
-        parallel = ctypes.cast(ctypes.CDLL(None).GOMP_parallel, _P)
-        library.spartan_use_openmp(parallel)
-    except (AttributeError, OSError, TypeError):
-        pass  # no OpenMP with that entry in this process; the library starts threads by itself
+    # Torch's own pool of threads: a second one would fight with it for the cores. Where there is no OpenMP with that entry
+    # in this process, the library starts threads by itself.
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        library.spartan_use_openmp(ctypes.cast(ctypes.CDLL(None).GOMP_parallel, _P))
     return library
 
 

@@ -1,4 +1,8 @@
-"""Computes sparse products on the CPU: by the compiled kernels, and in plain torch where there are none.
+"""Packs sparse weights for the CPU and multiplies by them: with the compiled kernels, and in plain torch without.
+
+Rows are taken h at a time. An *entry* of a group is a run of g columns in which some row of the group is not zero; its
+h·g numbers are stored, zeros among them included. So h = g = 1 is CSR, and any pattern of blocks whose height is a multiple
+of h is stored without a zero, whatever the blocks' width, when g divides that.
 
 Columns that are zero in a whole group of h rows are not multiplied, so a NaN or an infinity in the input reaches only the
 outputs of groups that use it (with h = 1: the outputs that use it); a dense product spreads it to all.
@@ -8,7 +12,7 @@ NaN passes through the activations, as in torch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spartan.inference.cpu.library import library, status
-from spartan.inference.cpu.packed import PackedMatrix
 
 # The numbers are Activation's in job.h.
 ACTIVATIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
@@ -27,6 +30,77 @@ ACTIVATIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "silu": (4, F.silu),
 }
 DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass
+class PackedMatrix:
+    """A matrix of `outputs` × `inputs` in groups of h rows and runs of g columns.
+
+    starts: int32, groups + 1; runs: int32, the number of each entry's run of columns; values: float32 [entries, g, h].
+    """
+
+    starts: Tensor
+    runs: Tensor
+    values: Tensor
+    outputs: int
+    inputs: int
+
+    @property
+    def h(self) -> int:
+        """Rows a group."""
+        return self.values.shape[2]
+
+    @property
+    def g(self) -> int:
+        """Columns a run."""
+        return self.values.shape[1]
+
+
+def _tiles(weight: Tensor, h: int, g: int) -> Tensor:
+    """[groups, h, runs, g], with zeros where the sides do not divide."""
+    outputs, inputs = weight.shape
+    padded = F.pad(weight, (0, -inputs % g, 0, -outputs % h))
+    return padded.reshape(padded.shape[0] // h, h, padded.shape[1] // g, g)
+
+
+def pack(weight: Tensor, h: int, g: int) -> PackedMatrix:
+    """The matrix in groups of h rows and runs of g columns.
+
+    Example:
+        >>> packed = pack(torch.eye(4), 2, 2)
+        >>> packed.starts.tolist(), packed.runs.tolist(), tuple(packed.values.shape)
+        ([0, 1, 2], [0, 1], (2, 2, 2))
+        >>> bool((unpack(packed) == torch.eye(4)).all())
+        True
+    """
+    tiles = _tiles(weight.detach().float().cpu(), h, g)
+    # NaN counts: it is not zero.
+    group, run = (tiles != 0).any(3).any(1).nonzero(as_tuple=True)
+    counts = torch.bincount(group, minlength=tiles.shape[0])
+    starts = torch.zeros(tiles.shape[0] + 1, dtype=torch.int32)
+    starts[1:] = counts.cumsum(0)
+    values = tiles[group, :, run, :].transpose(1, 2).contiguous()
+    return PackedMatrix(starts, run.int(), values, weight.shape[0], weight.shape[1])
+
+
+def unpack(packed: PackedMatrix) -> Tensor:
+    """The dense matrix, float32."""
+    groups, h, g = packed.starts.numel() - 1, packed.h, packed.g
+    runs = -(-packed.inputs // g)
+    tiles = torch.zeros(groups, h, runs, g)
+    group = torch.repeat_interleave(torch.arange(groups), packed.starts.diff().long())
+    tiles[group, :, packed.runs.long(), :] = packed.values.transpose(1, 2)
+    return tiles.reshape(groups * h, runs * g)[: packed.outputs, : packed.inputs].contiguous()
+
+
+def stored(weight: Tensor, h: int, g: int) -> int:
+    """How many numbers `pack` would store.
+
+    Example:
+        >>> stored(torch.eye(4), 1, 1), stored(torch.eye(4), 4, 1)
+        (4, 16)
+    """
+    return int((_tiles(weight, h, g) != 0).any(3).any(1).sum()) * h * g
 
 
 @dataclass(frozen=True)
@@ -41,15 +115,12 @@ class Conv:
     channels: int
 
     def out_size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the output."""
+        """Height and width of the output; ValueError where the image is smaller than the kernel."""
         sides = zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
         down, across = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sides)
+        if min(down, across) < 1:
+            raise ValueError(f"an image of {height}×{width} is smaller than the kernel {self.kernel} with its padding")
         return down, across
-
-    @property
-    def pointwise(self) -> bool:
-        """One pixel in, one pixel out."""
-        return self.kernel == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
 
 
 @dataclass(frozen=True)
@@ -68,11 +139,9 @@ def lay_out_conv(conv: Conv, packed: PackedMatrix, height: int, width: int, dtyp
     Rows lie behind each other, so output pixel (y, x) is lane y·pitch + x, and tap (i, j) reads the lane shifted by
     ⌊i·d/s⌋·pitch + ⌊j·d/s⌋ in phase (i·d mod s, j·d mod s). Lanes in the columns beyond the output's are dropped.
     """
-    out_h, out_w = conv.out_size(height, width)
-    if out_h < 1 or out_w < 1:
-        raise ValueError(f"an image of {height}×{width} is smaller than the kernel {conv.kernel} with its padding")
-    size = (out_h, out_w)
-    if conv.pointwise:  # one long row: no columns to drop
+    size = out_h, out_w = conv.out_size(height, width)
+    pointwise = conv.kernel == conv.stride == (1, 1) and conv.padding == (0, 0)
+    if pointwise:  # one long row: no columns to drop
         height, width, out_h, out_w = 1, height * width, 1, out_h * out_w
     shifts, phases, rests = [], [], []
     for k, s, d in zip(conv.kernel, conv.stride, conv.dilation, strict=True):
@@ -81,7 +150,7 @@ def lay_out_conv(conv: Conv, packed: PackedMatrix, height: int, width: int, dtyp
         rests.append(taps % s)
         phases.append(int(rests[-1].max()) + 1)
     rows_q, pitch = out_h + int(shifts[0].max()), out_w + int(shifts[1].max())
-    direct = conv.pointwise and dtype == torch.float32 and width % 16 == 0
+    direct = pointwise and dtype == torch.float32 and width % 16 == 0
     plane = phases[0] * phases[1] * rows_q * pitch
     if not direct:
         plane += -plane % 16
@@ -103,39 +172,27 @@ def lay_out_conv(conv: Conv, packed: PackedMatrix, height: int, width: int, dtyp
     return ConvLayout([*geometry, int(direct)], offsets, size)
 
 
-def linear_rows(x: Tensor, packed: PackedMatrix, bias: Tensor, activation: str) -> Tensor:
-    """act(x Wᵀ + b) with the outputs in the SIMD lanes: for groups of 8, 16, 32 or 64 rows and runs of 1, 4 or 8 columns.
+def linear_places(kind: str, packed: PackedMatrix) -> Tensor:
+    """Where a kernel of `linear` finds each entry's inputs: the number of their run, or their offset among the lanes."""
+    return packed.runs if kind == "rows" else packed.runs * _kernels().spartan_lane_pitch(packed.h)
+
+
+def linear(kind: str, x: Tensor, packed: PackedMatrix, places: Tensor, bias: Tensor, activation: str) -> Tensor:
+    """act(x Wᵀ + b).
 
     Args:
+        kind: "rows", with the outputs in the SIMD lanes, for groups of 8, 16, 32 or 64 rows and runs of 1, 4 or 8 columns;
+            or "lanes", with the tokens there, for groups of any height up to 64, and g = 1.
         x: float32 or bfloat16, contiguous, last dimension `packed.inputs`.
         packed: the weight.
+        places: of `linear_places`.
         bias: float32, one per row of every group (zeros in rows that pad the last group).
         activation: a key of `ACTIVATIONS`.
     """
-    return _linear("rows", x, packed, packed.runs, bias, activation, packed.h, packed.g)
-
-
-def lane_offsets(packed: PackedMatrix) -> Tensor:
-    """`packed.runs` as offsets for `linear_lanes`."""
-    return packed.runs * _kernels().spartan_lane_pitch(packed.h)
-
-
-def linear_lanes(x: Tensor, packed: PackedMatrix, offsets: Tensor, bias: Tensor, activation: str) -> Tensor:
-    """act(x Wᵀ + b) with the tokens in the SIMD lanes: for groups of any height up to 64, and g = 1."""
-    return _linear("lanes", x, packed, offsets, bias, activation, packed.h)
-
-
-def _linear(
-    kind: str, x: Tensor, packed: PackedMatrix, index: Tensor, bias: Tensor, activation: str, *sizes: int
-) -> Tensor:
     y = x.new_empty(*x.shape[:-1], packed.outputs)
-    _check(
-        getattr(_kernels(), f"spartan_linear_{kind}")(
-            *_pointers(x, y, bias, packed.starts, index, packed.values),
-            *(x.numel() // packed.inputs, packed.inputs, packed.outputs, *sizes, ACTIVATIONS[activation][0]),
-            *(x.dtype == torch.bfloat16, torch.get_num_threads()),
-        )
-    )
+    sizes = [x.numel() // packed.inputs, packed.inputs, packed.outputs, packed.h]
+    sizes += [packed.g] if kind == "rows" else []
+    _run(f"spartan_linear_{kind}", x, (y, bias, packed.starts, places, packed.values), sizes, activation)
     return y
 
 
@@ -144,14 +201,25 @@ def conv2d(
 ) -> Tensor:
     """act(conv(x) + b + residual), pixels in the SIMD lanes; x and residual contiguous [images, channels, height, width]."""
     y = x.new_empty(x.shape[0], packed.outputs, *layout.out_size)
-    _check(
-        _kernels().spartan_conv(
-            *_pointers(x, y, bias, residual, packed.starts, layout.offsets, packed.values),
-            (ctypes.c_int64 * 16)(x.shape[0], *layout.geometry),
-            *(packed.outputs, packed.h, ACTIVATIONS[activation][0], x.dtype == torch.bfloat16, torch.get_num_threads()),
-        )
-    )
+    geometry = (ctypes.c_int64 * 16)(x.shape[0], *layout.geometry)
+    others = (y, bias, residual, packed.starts, layout.offsets, packed.values)
+    _run("spartan_conv", x, others, [geometry, packed.outputs, packed.h], activation)
     return y
+
+
+def _run(kernel: str, x: Tensor, others: Sequence[Tensor | None], sizes: Sequence[object], activation: str) -> None:
+    """Call a kernel with the input, the other tensors and their sizes."""
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (x, *others)]
+    how = (ACTIVATIONS[activation][0], x.dtype == torch.bfloat16, torch.get_num_threads())
+    if getattr(_kernels(), kernel)(*pointers, *sizes, *how):
+        raise MemoryError("a sparse layer found no memory for its rearranged input")
+
+
+def _kernels() -> ctypes.CDLL:
+    found = library()
+    if found is None:
+        raise RuntimeError(f"the compiled kernels are not there ({status()}); use linear_torch or conv_torch")
+    return found
 
 
 def linear_torch(x: Tensor, weight: Tensor, bias: Tensor, activation: str) -> Tensor:
@@ -163,27 +231,8 @@ def linear_torch(x: Tensor, weight: Tensor, bias: Tensor, activation: str) -> Te
 def conv_torch(
     x: Tensor, conv: Conv, weight: Tensor, bias: Tensor, activation: str, residual: Tensor | None = None
 ) -> Tensor:
-    """The same in plain torch, from the dense weight as a matrix or in its own shape."""
-    weight = weight.reshape(weight.shape[0], conv.channels // conv.groups, *conv.kernel).to(x.dtype)
+    """The same in plain torch, from the dense weight."""
+    conv.out_size(*x.shape[-2:])  # or its error
     bias = bias[: weight.shape[0]].to(x.dtype)
-    if min(conv.out_size(*x.shape[-2:])) < 1:
-        size = f"{x.shape[-2]}×{x.shape[-1]}"
-        raise ValueError(f"an image of {size} is smaller than the kernel {conv.kernel} with its padding")
-    y = F.conv2d(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+    y = F.conv2d(x, weight.to(x.dtype), bias, conv.stride, conv.padding, conv.dilation, conv.groups)
     return ACTIVATIONS[activation][1](y if residual is None else y + residual)
-
-
-def _kernels() -> ctypes.CDLL:
-    found = library()
-    if found is None:
-        raise RuntimeError(f"the compiled kernels are not there ({status()}); use linear_torch or conv_torch")
-    return found
-
-
-def _pointers(*tensors: Tensor | None) -> list[int]:
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-def _check(failed: int) -> None:
-    if failed:
-        raise MemoryError("a sparse layer found no memory for its rearranged input")

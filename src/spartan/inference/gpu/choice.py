@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,15 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spartan.inference.cpu.choice import DENSE_ABOVE, measured, reason
-from spartan.inference.gpu import ops
-from spartan.inference.gpu.layers import SemiStructuredLinear, TileLinear, two_of_four
-from spartan.inference.gpu.ops import Launch
+from spartan.inference.cpu.choice import DENSE_ABOVE, fastest, measured
+from spartan.inference.gpu import linear
+from spartan.inference.gpu.linear import DeviceLinear, Launch, SemiStructuredLinear, TileLinear, two_of_four
 from spartan.inference.gpu.tiles import Tiling, blocks_of, plan
-from spartan.inference.runtime import DenseLinear, DeviceLinear
+from spartan.inference.runtime import DenseLinear
 
 VERSION = 2  # of the kernel: times of another do not count
-CALLS, ROUNDS, TILINGS_TIMED, SHOWN = 10, 5, 2, 4
+CALLS, ROUNDS, TILINGS_TIMED = 10, 5, 2
 TILINGS = [
     *(Tiling(n, 64, 64, 64) for n in (64, 128)),
     *(Tiling(64, 64, p, q) for p, q in ((64, 32), (32, 64), (64, 16), (16, 64))),
@@ -50,22 +49,6 @@ class TileKernel:
 
     def __str__(self) -> str:
         return f"tiles {self.tiling}, {self.launch}"
-
-
-def wide(count: int, seed: int = 0) -> list[Launch]:
-    """Launches drawn at random from all that make sense: to find better ones for `LAUNCHES`."""
-    every = [
-        Launch(tokens, warps, stages, span, loads)
-        for tokens in (64, 128, 256)
-        for warps in (4, 8)
-        for stages in (2, 3, 4, 5)
-        for span in (32, 64, 128, 256, 512, 1024, 4096)
-        for loads in ("async", "tma", "tma in")
-        if tokens >= 16 * warps
-    ]
-    every += [Launch(tokens, 4, 1, span, "l1") for tokens in (64, 128) for span in (512, 1024, 4096)]
-    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed)).tolist()
-    return [every[i] for i in order[:count]]
 
 
 def estimate(keep: Tensor, tiling: Tiling, shape: tuple[int, int]) -> tuple[float, float]:
@@ -139,17 +122,10 @@ def build(layer: DenseLinear, kernel: TileKernel | str) -> DeviceLinear:
 def choose(
     layer: DenseLinear, shape: tuple[int, ...], dtype: torch.dtype, kernels: str
 ) -> tuple[TileKernel | str | None, str]:
-    """The kernel for a layer and the reason, in a few words; None is torch's dense product.
-
-    Args:
-        layer: holds the weight.
-        shape: of the input.
-        dtype: of the input.
-        kernels: "auto", or "sparse" to leave the dense product out.
-    """
+    """The kernel for a layer and the reason, in a few words, as the choice for a CPU: None is torch's dense product."""
     zeros = 1.0 - float((layer.weight != 0).float().mean())
-    if not ops.available(layer.weight.device):
-        return None, f"{zeros:.1%} zeros; {ops.status()}"
+    if not linear.available(layer.weight.device):
+        return None, f"{zeros:.1%} zeros; {linear.status()}"
     options = candidates(layer.weight)
     if kernels == "auto":
         options = [option for option in options if option[1] <= DENSE_ABOVE]
@@ -163,15 +139,9 @@ def choose(
     if kernels == "auto":
         named["dense"] = None
     shares = [f"{tiling} {share:.2g}" for tiling, share in options]
-    case = [machine(), "linear", tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]
-    times = measured(case, lambda: measure(layer, shape, dtype, named), named)
-    ranked = sorted((name for name in times if times[name] < math.inf), key=lambda name: times[name])
-    failed = len(times) - len(ranked)
-    note = f"; {failed} of {len(times)} kernels failed" if failed else ""
-    if not ranked:
-        return None, f"{zeros:.1%} zeros{note}"
-    shown = {name: times[name] for name in ranked if name in ranked[:SHOWN] or name == "dense"}
-    return named[ranked[0]], reason(zeros, shape, shown) + note
+    machine = f"{linear.status()}, torch {torch.__version__}, {torch.version.cuda}, kernel {VERSION}"
+    case = [machine, "linear", tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]
+    return fastest(named, zeros, shape, measured(case, lambda: measure(layer, shape, dtype, named), named))
 
 
 def measure(
@@ -181,23 +151,20 @@ def measure(
 
     Launches are not counted: whether the device has to wait for them shows in the whole model only.
     """
-    device = layer.weight.device
     with torch.inference_mode():
-        x = torch.randn(shape, device=device).to(dtype)
+        x = torch.randn(shape, device=layer.weight.device).to(dtype)
         expected = layer(x)
         runs: dict[str, Callable[[Tensor], Tensor]] = {}
-        failed: dict[str, float] = {}
         for name, kernel in kernels.items():
             try:
                 run = layer if kernel is None else build(layer, kernel)
                 close(run(x), expected)
+                runs[name] = run
             except torch.AcceleratorError:  # the device is lost: nothing else would run
                 raise
             except Exception:  # out of shared memory or registers, not compiled, not this shape: then another one
-                failed[name] = math.inf
                 continue
-            runs[name] = run
-        return timed(runs, x) | failed
+        return dict.fromkeys(kernels, math.inf) | timed(runs, x)
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -221,13 +188,11 @@ def timed(runs: Mapping[str, Callable[[Tensor], Tensor]], x: Tensor) -> dict[str
                 y = run(x)
             return y
 
-        if not x.is_cuda:
-            return calls
-        try:
-            return graph_of(calls)
-        except RuntimeError:  # it cannot be captured, or there is no memory for it: then with its launches
+        if x.is_cuda:
+            with contextlib.suppress(RuntimeError):  # it cannot be captured, or there is no memory: then with launches
+                return graph_of(calls)
             torch.cuda.synchronize()
-            return calls
+        return calls
 
     calls = {name: several(run) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -283,9 +248,3 @@ def _seconds(run: Callable[[], Tensor], cuda: bool) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
-
-
-@functools.cache
-def machine() -> str:
-    """What times depend on: the device, torch, Triton and the kernel's version."""
-    return f"{ops.status()}, torch {torch.__version__}, {torch.version.cuda}, kernel {VERSION}"

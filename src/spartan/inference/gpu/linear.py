@@ -1,0 +1,292 @@
+"""The sparse linear layers for CUDA devices: by a kernel on tiles, and by torch's semi-structured (2:4) tensors.
+
+The kernel is launched as a torch operator, for `torch.compile` and CUDA graphs.
+Blocks that are not stored are not multiplied, so a NaN or an infinity in the input reaches only the outputs of groups that
+use its block. Products are summed in float32; bias and activation come before the one rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from spartan.inference.cpu.ops import ACTIVATIONS, linear_torch
+from spartan.inference.gpu.tiles import Tiles, Tiling, pack, unpack
+from spartan.inference.runtime import InferenceLayer, outside_graphs
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Through cp.async; through the tensor memory accelerator, outputs as well; through the L1 cache; inputs alone through the
+# accelerator, outputs straight from the registers.
+LOADS = ("async", "tma", "l1", "tma in")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the kernel is run.
+
+    Args:
+        tokens: of one program.
+        warps: of one program.
+        stages: how many tiles are on their way at a time.
+        span: about how many outputs a program computes, one group after the other.
+        loads: one of `LOADS`. "tma" and "tma in" need q = inputs and 16-byte strides; else "async" is used.
+    """
+
+    tokens: int
+    warps: int
+    stages: int
+    span: int
+    loads: str
+
+    def __str__(self) -> str:
+        return f"{self.loads} {self.tokens} tokens, {self.warps} warps, {self.stages} stages, {self.span} outputs"
+
+
+@functools.cache
+def _kernel() -> ModuleType | None:
+    try:
+        from spartan.inference.gpu import kernel
+    except ImportError:  # no Triton here
+        return None
+    return kernel
+
+
+@functools.cache
+def interpreted() -> bool:
+    """Whether Triton interprets kernels, so that they run on a CPU."""
+    module = _kernel()
+    if module is None:
+        return False
+    import triton
+
+    return not isinstance(module.tile_linear_kernel, triton.runtime.JITFunction)
+
+
+def available(device: torch.device) -> bool:
+    """Whether the kernel can run on tensors of this device."""
+    return _kernel() is not None and (device.type == "cuda" or interpreted())
+
+
+def status() -> str:
+    """One line: whether the kernels can run here, or why not."""
+    if _kernel() is None:
+        return "plain torch: Triton is not installed"
+    if interpreted():
+        return "Triton, interpreted"
+    import triton
+
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    return f"Triton {triton.__version__} on {where}"
+
+
+def run(
+    x: Tensor,
+    weight: Tensor,
+    ins: Tensor,
+    last: Tensor,
+    outs: Tensor,
+    starts: Tensor,
+    bias: Tensor,
+    outputs: int,
+    empties: int,
+    tiling: list[int],
+    launch: list[int],
+    activation: str,
+) -> Tensor:
+    """act(x Wᵀ + b).
+
+    Where the kernel cannot run (no Triton, or a CPU), the dense product does the same, slowly: the weight is unpacked first.
+
+    Args:
+        x: [..., inputs]; float32, bfloat16 or float16.
+        weight, ins, last, outs, starts, empties: as in `Tiles`; the weight of x's type.
+        bias: float32, one an output.
+        outputs: how many.
+        tiling: the four numbers of `Tiling`.
+        launch: tokens, warps, stages and the place of the loads in `LOADS`.
+        activation: a key of `spartan.inference.cpu.ops.ACTIVATIONS`.
+    """
+    inputs, module = x.shape[-1], _kernel()
+    if module is None or not available(x.device):
+        dense = unpack(Tiles(weight, ins, last, outs, starts, empties, Tiling(*tiling), (outputs, inputs)))
+        return linear_torch(x, dense, bias, activation)
+    import triton
+
+    y = x.new_empty(*x.shape[:-1], outputs)
+    tokens = x.numel() // inputs
+    if tokens == 0 or outputs == 0:
+        return y
+    rows = x.reshape(-1, inputs)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    tile_n, tile_k, p, q = tiling
+    tile_m, warps, stages, loads = launch
+    chunks, stride = starts.numel() - 1, rows.stride(0)
+    tma = LOADS[loads].startswith("tma") and q == tile_k and tokens > 1
+    tma = tma and all(size * x.element_size() % 16 == 0 for size in (stride, inputs, outputs))
+    tma = tma and rows.data_ptr() % 16 == 0
+    tma_out = tma and LOADS[loads] == "tma" and p == tile_n
+    given: list[Any] = [rows, weight, y]
+    if tma:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        given = [
+            TensorDescriptor(rows, [tokens, inputs], [stride, 1], [tile_m, tile_k]),
+            TensorDescriptor(weight, [weight.shape[0] * tile_k, tile_n], [tile_n, 1], [tile_k, tile_n]),
+            TensorDescriptor(y, [tokens, outputs], [outputs, 1], [tile_m, tile_n]) if tma_out else y,
+        ]
+    # float32 as torch's own product would take it: in three parts unless TF32 was asked for.
+    exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    with torch.cuda.device(x.device.index if x.is_cuda else -1):
+        module.tile_linear_kernel[(triton.cdiv(tokens, tile_m) * chunks,)](
+            *(given[0], given[1], bias, ins, last, outs, starts, given[2]),
+            *(tokens, inputs, outputs, stride, outputs, chunks, outs.shape[0], empties),
+            *(tile_m, tile_n, tile_k, p, q, activation, "tf32x3" if exact else "tf32", tma, tma_out),
+            *(".ca" if LOADS[loads] == "l1" else "", interpreted()),
+            num_warps=warps,
+            num_stages=stages,
+        )
+    return y
+
+
+# The same as an operator that `torch.compile` takes as it is. Outside a graph the dispatcher would only add to the launch.
+tile_linear = torch.library.custom_op("spartan::tile_linear", run, mutates_args=())
+
+
+@tile_linear.register_fake
+def _fake(
+    x: Tensor, weight: Tensor, ins: Tensor, last: Tensor, outs: Tensor, starts: Tensor, bias: Tensor, n: int, *_: Any
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], n)
+
+
+class DeviceLinear(InferenceLayer):
+    """A sparse linear layer on a CUDA device, which a subclass gives its weight and its kernel."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+        super().__init__(activation)
+        self.outputs, self.inputs = weight.shape
+        self.register_buffer("bias", weight.new_zeros(self.outputs) if bias is None else bias.detach().clone())
+
+    def part(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Outputs `first` to `last`, of all that are computed."""
+        return self(x)[..., first:last]
+
+    def _checked_input(self, x: Tensor, size: int, dim: int) -> Tensor:
+        """The input in the type to compute in: autocast's, as for torch's linear, else its own."""
+        x, kind = super()._checked_input(x, size, dim), x.device.type
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        if x.dtype not in DTYPES:
+            raise ValueError(
+                f"{type(self).__name__} takes float32, bfloat16 and float16, not {x.dtype}; use kernels='dense'"
+            )
+        return x
+
+
+class TileLinear(DeviceLinear):
+    """act(x Wᵀ + b) with a weight in tiles.
+
+    The tiles follow the model's type; the bias stays float32.
+
+    Example:
+        >>> layer = torch.nn.Linear(64, 96)
+        >>> _ = spartan.prune(layer, 0.5, pattern=spartan.Block(16, 16))
+        >>> fast = TileLinear(layer.weight, layer.bias, Tiling(16, 64, 16, 16), Launch(64, 4, 2, 64, "async"))
+        >>> x = torch.randn(5, 64)
+        >>> bool(torch.allclose(fast(x), layer(x), atol=1e-5))
+        True
+    """
+
+    tiles: Tensor
+    ins: Tensor
+    last: Tensor
+    outs: Tensor
+    starts: Tensor
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, tiling: Tiling, launch: Launch, activation: str = "none"
+    ) -> None:
+        super().__init__(weight, bias, activation)
+        packed = pack(weight, tiling, span=max(1, launch.span // tiling.outputs))
+        for name in ("ins", "last", "outs", "starts"):
+            self.register_buffer(name, getattr(packed, name))
+        self.register_buffer("tiles", packed.weight)
+        self.bias = self.bias.float()
+        self.tiling, self.empties = tiling, packed.empties
+        self.kernel = f"tiles {tiling}, {launch}"
+        self._tiling = [tiling.outputs, tiling.inputs, tiling.p, tiling.q]
+        self._launch = [launch.tokens, launch.warps, launch.stages, LOADS.index(launch.loads)]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # model.bfloat16() rounds the bias as it would a dense model's; the kernel still reads float32.
+        super()._apply(fn, recurse)
+        self.bias = self.bias.float()
+        return self
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The dense weight, for code that asks a linear layer for it; made on every access."""
+        buffers = (self.tiles, self.ins, self.last, self.outs, self.starts)
+        return unpack(Tiles(*buffers, self.empties, self.tiling, (self.outputs, self.inputs)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output for x [..., inputs], float32, bfloat16 or float16."""
+        x = self._checked_input(x, self.inputs, -1)
+        # Outside a graph the dispatcher would only add to the time of the launch.
+        call: Callable[..., Tensor] = tile_linear if torch.compiler.is_compiling() else run
+        tiles = self.tiles if self.tiles.dtype == x.dtype else self.tiles.to(x.dtype)
+        buffers = (self.ins, self.last, self.outs, self.starts, self.bias)
+        return call(x, tiles, *buffers, self.outputs, self.empties, self._tiling, self._launch, self.activation)
+
+
+def two_of_four(weight: Tensor) -> bool:
+    """Whether of every four weights along the input at most two are not zero.
+
+    Example:
+        >>> two_of_four(torch.tensor([[1.0, 0, 2, 0]])), two_of_four(torch.tensor([[1.0, 1, 1, 0]]))
+        (True, False)
+    """
+    return weight.shape[1] % 4 == 0 and bool(((weight != 0).reshape(-1, 4).sum(1) <= 2).all())
+
+
+class SemiStructuredLinear(DeviceLinear):
+    """act(x Wᵀ + b) with a 2:4 weight, by torch's own kernels; the dense weight is kept beside it."""
+
+    kernel = "2:4"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str = "none") -> None:
+        if not two_of_four(weight):
+            raise ValueError("weight: of every four along the input at most two may differ from zero")
+        super().__init__(weight, bias, activation)
+        self.register_buffer("weight", weight.detach().clone())
+        self._packed: Tensor | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._packed = None
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_packed": None}  # made again from the dense weight
+
+    @outside_graphs
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output for x [..., inputs]."""
+        x = self._checked_input(x, self.inputs, -1)
+        if not x.is_cuda or x.dtype != self.weight.dtype:
+            return linear_torch(x, self.weight, self.bias, self.activation)
+        if self._packed is None:
+            with warnings.catch_warnings(action="ignore"):  # torch calls these tensors a prototype
+                self._packed = torch.sparse.to_sparse_semi_structured(self.weight)
+        y = torch.nn.functional.linear(x, self._packed, self.bias)
+        return ACTIVATIONS[self.activation][1](y)
