@@ -13,7 +13,6 @@ from torch import Tensor
 from spartan.files import codes, nm
 from spartan.files.codes import byte_count
 from spartan.problem.patterns import Pattern
-from spartan.problem.patterns.block import Block
 
 # What a packed tensor takes in the header beyond what a dense one does, at most: it must save more than that.
 HEADER_BYTES = 64
@@ -136,11 +135,8 @@ def _blocks_of(kept: Tensor, columns: int, h: int, w: int) -> Tensor:
 def _blocks(support: Tensor, kept: Tensor, pattern: Pattern | None) -> Iterator[tuple[int, int]]:
     """Block sizes worth a full look: the pattern's, the grid that all changes lie on, and usual ones that fit a sample."""
     rows, columns = support.shape
-    tried = set()
-    if isinstance(pattern, Block):
-        h, w = (rows if pattern.h == -1 else pattern.h), (columns if pattern.w == -1 else pattern.w)
-        if rows % h == 0 and columns % w == 0:
-            tried.add((h, w))
+    sides = pattern.sides(support.shape) if pattern else None
+    tried = {sides} if sides and rows % sides[0] == 0 and columns % sides[1] == 0 else set()
     # Around an entry that is kept, so that the sample is never empty.
     middle = int(kept[kept.numel() // 2])
     top = middle // columns // SAMPLE_ROWS * SAMPLE_ROWS
