@@ -85,9 +85,8 @@ class TopKAST(Method):
         solver.solve(solver.k)
         if self.backward_sparsity:
             segments = zip(solver.k, solver.problem.segments, strict=True)
-            solver.b = solver.select(
-                [max(k, (1.0 - self.backward_sparsity) * s.total) for k, s in segments], solver.scores()
-            )
+            more = [max(k, (1.0 - self.backward_sparsity) * s.total) for k, s in segments]
+            solver.b = solver.select(more, solver.scores())
         if self.every > 1:  # θ moves on, so that thresholds would no longer tell what was chosen
             a, b = solver.kept(Form()), solver.trained(Form())
             solver.state.per_unit["A"] = a

@@ -140,9 +140,9 @@ class Problem:
     def expand(self, i: int, units: Tensor) -> Tensor:
         """Each unit's entry at all its places in target i."""
         target = self.targets[i]
-        return (
-            target.unflatten(units.contiguous()) if self.by_memory else self.pattern.expand(units, target.local.shape)
-        )
+        if self.by_memory:
+            return target.unflatten(units.contiguous())
+        return self.pattern.expand(units, target.local.shape)
 
     def positions(self, i: int, device: torch.device, which: Tensor | None = None) -> Tensor:
         """The positions, in their segment, of these units of target i, or of all of them on this process."""
@@ -260,9 +260,8 @@ def make_problem(
     for index, (members, gone) in enumerate(divide(budget, sparsity, targets, costs)):
         total = math.fsum(costs[i] for i in members)
         segments.append(Segment(tuple(members), gone, total, total, index=index))
-    floors = by_name(
-        "min_density", min_density if isinstance(min_density, Mapping) else {"*": min_density}, 0.0, targets
-    )
+    least = min_density if isinstance(min_density, Mapping) else {"*": min_density}
+    floors = by_name("min_density", least, 0.0, targets)
     problem = Problem(targets, pattern, prices, cost.value_power, segments, floors, counted, untouched)
     _check_floors(problem, min_density)
     return problem

@@ -104,9 +104,8 @@ class Solver(ABC):
     def path(self, form: Form | None) -> str:
         """What does the work, and why."""
         found = self.name + (f" ({self.why})" if self.why else "")
-        return (
-            found if form is None or self.serves(form) else f"{found} for thresholds, torch for the method's own masks"
-        )
+        by_torch = form is not None and not self.serves(form)
+        return f"{found} for thresholds, torch for the method's own masks" if by_torch else found
 
 
 def check_kernels(kernels: str) -> str:

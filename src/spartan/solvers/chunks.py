@@ -139,7 +139,7 @@ class ChunkSolver(TorchSolver):
         found = self._first_pass(budgets, roots)
         search(roots, lambda pending: self._pass(pending, {}))
         duals = {s: root.dual for s, root in roots.items() if root.dual is not None}
-        self._from_nothing(dict(enumerate(budgets)), beta, found, duals)
+        self._from_nothing(budgets, beta, found, duals)
         for s, known in enumerate(self._known):
             new, old = found[s], known.threshold
             if old is not None and new.value:  # look where it moves to; the answer does not depend on this
@@ -160,14 +160,10 @@ class ChunkSolver(TorchSolver):
         return roots
 
     def _from_nothing(
-        self,
-        k: Mapping[int, float],
-        beta: Sequence[float] | None,
-        found: dict[int, Threshold],
-        duals: dict[int, Dual],
+        self, k: list[float], beta: Sequence[float] | None, found: dict[int, Threshold], duals: dict[int, Dual]
     ) -> None:
         """Fill in what a start from the last masks did not find."""
-        missing = {s: x for s, x in k.items() if s not in found or (beta is not None and s not in duals)}
+        missing = {s: x for s, x in enumerate(k) if s not in found or (beta is not None and s not in duals)}
         if not missing:
             return
         ranks = torch.empty(self.count, dtype=self.dtype)  # of the other segments nothing is read
@@ -271,9 +267,8 @@ class ChunkSolver(TorchSolver):
                 x = self._soft(piece, u, piece.room[1]).mul_(piece.theta) if soft else piece.theta
                 self._only_kept(piece, u, x, out=parameter)
                 continue
-            for place, bound in _bounds(
-                piece, self._known[piece.segment]
-            ):  # u is |θ| itself: half the time of the above
+            # u is |θ| itself: half the time of the above.
+            for place, bound in _bounds(piece, self._known[piece.segment]):
                 torch.hardshrink(piece.theta[place], bound, out=parameter[place])
             if soft:
                 parameter.mul_(self._soft(piece, _scores(piece), piece.room[0]))
@@ -281,10 +276,9 @@ class ChunkSolver(TorchSolver):
     def turn(self, form: Form | None, grads: Grads) -> list[Tensor | None]:
         """Gradients through the soft mask, or zero where not kept, in place."""
         assert form is not None
-        in_place = all(
-            g is None or g.stride() == t.local.stride() for g, t in zip(grads, self.problem.targets, strict=True)
-        )
-        if not (in_place and self._chosen(form)):
+        pairs = zip(grads, self.problem.targets, strict=True)
+        alike = all(g is None or g.stride() == t.local.stride() for g, t in pairs)
+        if not (alike and self._chosen(form)):
             return super().turn(form, grads)
         if form.couples:
             grads = self.with_missing(form, grads)

@@ -70,9 +70,8 @@ class FrozenSolver(Solver):
 
     def weights(self, form: Form | None) -> list[Tensor]:
         """w = θ · mask of each target."""
-        return [
-            self.spread(i, theta * mask) for i, (theta, mask) in enumerate(zip(self.thetas, self.masks, strict=True))
-        ]
+        pairs = zip(self.thetas, self.masks, strict=True)
+        return [self.spread(i, theta * mask) for i, (theta, mask) in enumerate(pairs)]
 
     def write(self, form: Form | None) -> None:
         """w into the parameters."""
@@ -119,11 +118,8 @@ class FrozenSolver(Solver):
         """What a checkpoint needs of each target: kept entries in row-major order; shards as DTensors of whole weights."""
         found = {}
         for i, target in enumerate(self.problem.targets):
-            kept = {
-                "theta": self.thetas[i],
-                "mask": self.masks[i],
-                "keep": torch.ones_like(self.masks[i], dtype=torch.bool),
-            }
+            theta, mask = self.thetas[i], self.masks[i]
+            kept = {"theta": theta, "mask": mask, "keep": torch.ones_like(mask, dtype=torch.bool)}
             dense = {key: self.spread(i, x).contiguous() for key, x in kept.items()}
             if is_dtensor(target.parameter):
                 found[target.name] = {key: like(target.parameter, x) for key, x in dense.items()}

@@ -99,9 +99,8 @@ class Gradients(Masks):
 
     def _factors(self, form: Form, factors: Where) -> Tensor:
         """Of every unit."""
-        a, b, c = (
-            torch.as_tensor(self._per_unit(x), dtype=self.dtype, device=self.device) for x in vars(factors).values()
-        )
+        each = (self._per_unit(x) for x in (factors.a, factors.b, factors.c))
+        a, b, c = (torch.as_tensor(x, dtype=self.dtype, device=self.device) for x in each)
         trained = None if factors.b == factors.c else self.trained(form)
         return torch.where(self.kept(form), a, b if trained is None else torch.where(trained, b, c))
 

@@ -105,9 +105,8 @@ class Rows(Pools):
 
     def restored(self, chosen: Any, duals: Any) -> tuple[Any, Any]:
         """What `saved` gave, of every segment."""
-        device = self.units.device
-        costs = (
-            None if chosen is None else torch.tensor([x["cost"] for x in chosen], dtype=torch.float64, device=device)
-        )
-        a = None if costs is None else RowSelection(int(chosen[0]["n"]), costs)
+        a = None
+        if chosen is not None:
+            costs = torch.tensor([x["cost"] for x in chosen], dtype=torch.float64, device=self.units.device)
+            a = RowSelection(int(chosen[0]["n"]), costs)
         return a, None if duals is None else self.duals([x["beta"] for x in duals], int(duals[0]["n"]))

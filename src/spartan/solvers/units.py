@@ -52,7 +52,7 @@ class Units:
         # Solves never run in half precision.
         self.dtype = torch.float64 if any(x.dtype == torch.float64 for x in here) else torch.float32
         self.count = sum(problem.units)
-        self._constants: dict[tuple[float, ...], Tensor] = {}
+        self._constants: dict[tuple[object, ...], Tensor] = {}
         self.power = 1.0  # α, where methods see ψ = sign(θ)·|θ|^α in the place of θ
 
     # ------------------------------------------------------------------ between entries and units
@@ -103,18 +103,19 @@ class Units:
 
     def products(self, grads: Sequence[Tensor | None]) -> Tensor:
         """G = Σ g·θ over every unit; a missing gradient counts as zero."""
-        slabs = zip(self.slabs(grads), self.values(), strict=True)
+        wide, slabs = self.dtype, zip(self.slabs(grads), self.values(), strict=True)
         return self.reduce(
-            [_zeros(v, self.dtype) if g is None else g.to(self.dtype) * v.to(self.dtype) for g, v in slabs]
+            [torch.zeros_like(v, dtype=wide) if g is None else g.to(wide) * v.to(wide) for g, v in slabs]
         )
 
     # ------------------------------------------------------------------ spreading short vectors
 
     def constant(self, numbers: Sequence[float]) -> Tensor:
         """Numbers on the device, sent there once, since sending makes the host wait; whole ones as integers."""
-        key = tuple(numbers)
+        kind = torch.int64 if all(isinstance(x, int) for x in numbers) else torch.float64
+        key = kind, *numbers  # 1 and 1.0 are equal
         if key not in self._constants:
-            self._constants[key] = torch.tensor(numbers, dtype=_kind(numbers)).to(self.device)
+            self._constants[key] = torch.tensor(numbers, dtype=kind).to(self.device)
         return self._constants[key]
 
     def at_units(self, per_segment: Tensor) -> Tensor:
@@ -202,14 +203,6 @@ def send(numbers: Sequence[float], device: torch.device) -> Tensor:
     """Numbers to a device, in float64, without waiting for it."""
     here = torch.tensor(list(numbers), dtype=torch.float64)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
-
-
-def _kind(numbers: Sequence[float]) -> torch.dtype:
-    return torch.int64 if all(isinstance(x, int) for x in numbers) else torch.float64
-
-
-def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(like, dtype=dtype)
 
 
 def masked(x: Tensor, keep: Tensor) -> Tensor:

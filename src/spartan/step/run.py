@@ -23,6 +23,7 @@ from spartan.step.guard import Guard
 from spartan.step.weights import Weights
 
 Closure = Callable[[], Any]
+Update = Callable[..., Any]  # the optimizer's own step
 
 
 class Run:
@@ -51,9 +52,7 @@ class Run:
 
     # ------------------------------------------------------------------ the step
 
-    def step(
-        self, optimizer: Optimizer, mine: Sequence[int], update: Callable[..., Any], closure: Closure | None
-    ) -> Any:
+    def step(self, optimizer: Optimizer, mine: Sequence[int], update: Update, closure: Closure | None) -> Any:
         """One step of an optimizer that trains these targets: θ is updated and taken; the model still holds θ then."""
         evaluate = None if closure is None else Evaluation(self, optimizer, mine, closure)
         if evaluate is None:
@@ -256,9 +255,8 @@ class Run:
         if len(set(found)) == 1:
             return found[0]
         sizes = [len(part.problem.targets) for part in self.weights.parts]
-        return "; ".join(
-            f"{path}: {n} of {len(self.problem.targets)} tensors" for path, n in zip(found, sizes, strict=True)
-        )
+        every = len(self.problem.targets)
+        return "; ".join(f"{path}: {n} of {every} tensors" for path, n in zip(found, sizes, strict=True))
 
 
 class Evaluation:

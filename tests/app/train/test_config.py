@@ -14,6 +14,7 @@ from spartan.app.train.loop import train
 from spartan.app.train.setup import lr_at
 from spartan.files import read
 from spartan.problem.patterns import Pattern, read_pattern
+from spartan.zoo import digits_cnn
 
 NAMES = [
     "cifar10-resnet18",
@@ -188,3 +189,14 @@ def test_heads_from_a_recipe(tmp_path: Path) -> None:
     for name in ("blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight"):
         alive = weights[name].reshape(3, 4, 6, 24).abs().sum((0, 2, 3)) > 0
         assert int(alive.sum()) == 2
+
+
+def test_least_densities_from_a_recipe(tmp_path: Path) -> None:
+    """`min_density` in a recipe, by name, holds in the file that a run ends with; a glob that matches nothing is told."""
+    sets = ["sparsity=0.98", "epochs=1", "exclude=[]"]
+    weight = next(name for name, p in digits_cnn(10).named_parameters() if p.ndim == 4)
+    train(load_recipe("digits", [*sets, f"min_density={{{weight}: 0.5}}"]), tmp_path / "run", quiet=True)
+    saved = read(tmp_path / "run" / "model.safetensors")
+    assert int((saved[weight] != 0).sum()) >= saved[weight].numel() / 2
+    with pytest.raises(ValueError, match="min_density"):
+        train(load_recipe("digits", [*sets, "min_density={nothing: 0.5}"]), tmp_path / "other", quiet=True)
