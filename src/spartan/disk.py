@@ -1,7 +1,5 @@
 """Writes files whole or not at all: a reader, or a crash at any moment, finds the old file or the new one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

@@ -3,8 +3,6 @@
 Every process works on its own shard. Nothing is ever gathered: what crosses the wire is a few sums, a few counts, a flag.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -145,7 +143,7 @@ class Ranks:
         self.sent = 0  # bytes of everything reduced so far
 
     @classmethod
-    def of(cls, parameters: Sequence[Tensor]) -> Ranks:
+    def of(cls, parameters: Sequence[Tensor]) -> "Ranks":
         """Those that hold the shards of these weights."""
         groups: dict[tuple[int, ...], Any] = {}
         over: list[set[tuple[int, ...]]] = []

@@ -1,7 +1,5 @@
 """One-shot magnitude pruning."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TypeVar
 

@@ -7,8 +7,6 @@ The model always holds the sparse weights w = f(θ). Three moves make a training
     optimizer.step()     θ goes into the parameters, is updated and kept; new masks are chosen; w goes back
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -147,7 +145,7 @@ class Sparsifier:
 
     # ------------------------------------------------------------------ the optimizer
 
-    def attach(self, *optimizers: Optimizer) -> Sparsifier:
+    def attach(self, *optimizers: Optimizer) -> "Sparsifier":
         """Wrap the step of the optimizer, or optimizers, that train the targets. Returns the sparsifier."""
         self._alive("attach")
         if self._optimizers:
@@ -159,7 +157,7 @@ class Sparsifier:
         self._undo = [wrap_step(optimizer, self._step) for optimizer in optimizers]
         return self
 
-    def detach(self) -> Sparsifier:
+    def detach(self) -> "Sparsifier":
         """Give the optimizers their own step back. The model keeps the sparse weights it holds."""
         for undo in self._undo:
             undo()

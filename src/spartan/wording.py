@@ -1,7 +1,5 @@
 """Words for people: the name that was probably meant, what an error says and who raised it, and tables as text."""
 
-from __future__ import annotations
-
 import difflib
 import traceback
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Measures a model with dense layers beside the same model on sparse kernels, on this CPU: the work of `spartan bench`."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import tempfile
@@ -53,7 +51,7 @@ class Result:
     dense_bytes: int
     packed_bytes: int
     seconds: dict[int, dict[str, float]] = field(default_factory=dict)
-    kernels: dict[int, list[Explanation]] = field(default_factory=dict)
+    kernels: dict[int, "list[Explanation]"] = field(default_factory=dict)
     answers: Answers | None = None
 
 

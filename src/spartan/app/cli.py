@@ -1,7 +1,5 @@
 """The `spartan` command: puts the commands together, and tells their errors in one line."""
 
-from __future__ import annotations
-
 import errno
 import os
 from typing import Annotated, Any

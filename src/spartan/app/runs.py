@@ -1,7 +1,5 @@
 """Reads run folders, however their runs ended, and tells which runs are the same experiment."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Shows tables, status lines and how far a run has come: with bars on a terminal, as plain lines in pipes and logs."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

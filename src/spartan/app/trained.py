@@ -1,7 +1,5 @@
 """Finds trained models in run folders and files, for `spartan evaluate`, `export`, `inspect --kernels` and `bench`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The methods: one file each. A new file here is found by itself; nothing else needs to change."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import sys

@@ -1,7 +1,5 @@
 """AC/DC: alternating compressed and decompressed training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -13,8 +13,6 @@ A method object holds settings only. What it knows about a run lies with the sol
 models have one. Vectors over units, such as `solver.scores()`, have an entry for every unit of it.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """No sparsity at all: the control of every comparison."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from spartan.methods.base import Method

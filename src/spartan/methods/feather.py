@@ -1,7 +1,5 @@
 """Feather: a threshold between hard and soft, and less gradient for what is pruned."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from spartan.methods.base import Method

@@ -1,7 +1,5 @@
 """Iterative magnitude pruning (the paper's Algorithm 1)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from spartan.methods.base import Method

@@ -1,7 +1,5 @@
 """Movement pruning: learned scores decide what is kept."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

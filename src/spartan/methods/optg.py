@@ -1,7 +1,5 @@
 """OptG: gradient-driven scores, accumulated while the weights train, faster as the sparsity grows."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

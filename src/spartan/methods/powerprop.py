@@ -1,7 +1,5 @@
 """Powerpropagation: weights are powers of what is trained, under any other method."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """ProbMask: a learned probability per unit; the expected cost of what they sample is the budget."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

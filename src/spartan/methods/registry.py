@@ -1,7 +1,5 @@
 """The registry: every method with its name, its paper and what it does. Help, docs and tests are made from it."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

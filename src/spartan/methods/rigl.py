@@ -1,7 +1,5 @@
 """RigL: the rigged lottery."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from spartan.methods.registry import register

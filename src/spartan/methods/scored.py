@@ -1,7 +1,5 @@
 """Masks by learned scores: what movement pruning and OptG have in common."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from spartan.methods.base import Method

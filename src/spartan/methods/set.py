@@ -1,7 +1,5 @@
 """Sparse evolutionary training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

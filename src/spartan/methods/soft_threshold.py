@@ -1,7 +1,5 @@
 """Soft threshold reparameterization: thresholds that are learned, one per layer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

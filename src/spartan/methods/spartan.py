@@ -1,7 +1,5 @@
 """Spartan: soft top-k masking and dual averaging (the paper's Algorithm 3)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

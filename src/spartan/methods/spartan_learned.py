@@ -1,7 +1,5 @@
 """Spartan with learned values: the soft mask has parameters of its own."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """SR-STE: the sparse-refined straight-through estimator."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

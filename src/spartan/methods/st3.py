@@ -1,7 +1,5 @@
 """Straight-through soft thresholding for sparse training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from spartan.methods.base import Method

@@ -1,7 +1,5 @@
 """Static sparse training: a random mask that never changes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from spartan.methods.registry import register

@@ -1,7 +1,5 @@
 """Masks that a method stores and rewires: what static, SET, RigL and SViTE have in common."""
 
-from __future__ import annotations
-
 import math
 
 import torch

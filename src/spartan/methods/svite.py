@@ -1,7 +1,5 @@
 """SViTE: sparse vision transformers by dynamic sparse training, of weights or of whole attention heads."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

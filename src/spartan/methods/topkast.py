@@ -1,7 +1,5 @@
 """Top-K always sparse training, or dual averaging (the paper's Algorithm 2)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

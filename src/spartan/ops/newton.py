@@ -6,8 +6,6 @@ m = sigmoid(βu + μ); μ is the root of the monotone F(μ) = Σ c m = k. With D
 from the hard threshold. Who passes over the units, and how, is not known here: a `Root` is told F and D.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

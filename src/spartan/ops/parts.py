@@ -1,7 +1,5 @@
 """Reads many flat tensors as one long vector of units, without ever copying it into one tensor."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 A soft mask of a row is m = sigmoid(β(u − center) + offset) with Σ m = n, as in `soft_topk`, one center and offset a row.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

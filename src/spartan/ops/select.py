@@ -1,7 +1,5 @@
 """Exact selection: the longest prefix of the units, ordered by value / cost, whose cost fits the budget."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

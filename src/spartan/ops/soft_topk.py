@@ -1,7 +1,5 @@
 """Computes the soft top-k mask of the paper (Sec. 3.1) and its gradient, in closed form."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Budgets: who competes with whom, and for how much."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Budgets of the whole model and of each layer are the same question, a segmented 
 cost c, and segments of whole targets with a budget k each. It says nothing of how it is answered; that is `solvers`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -153,7 +151,7 @@ class Problem:
 
     # ------------------------------------------------------------------ parts
 
-    def split(self) -> list[Problem]:
+    def split(self) -> "list[Problem]":
         """Whole segments that are alike in device, dtype and layout; those that mix kinds are a part of their own."""
 
         def kind(i: int) -> tuple[object, ...]:
@@ -166,7 +164,7 @@ class Problem:
             found.setdefault(kinds.pop() if len(kinds) == 1 else "mixed", []).append(number)
         return [self] if len(found) == 1 else [self._part(numbers) for numbers in found.values()]
 
-    def _part(self, numbers: Sequence[int]) -> Problem:
+    def _part(self, numbers: Sequence[int]) -> "Problem":
         mine = [i for i, number in enumerate(self.segment_of) if number in numbers]
         segments = []
         for number in numbers:

@@ -1,7 +1,5 @@
 """Numbers that change over training: a start, an end and a shape; and the phases of a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,7 +35,7 @@ class Schedule:
         x = _SHAPES[self.shape](min(max(progress, 0.0), 1.0))
         return (1.0 - x) * self.start + x * self.end
 
-    def scaled(self, factor: float) -> Schedule:
+    def scaled(self, factor: float) -> "Schedule":
         """The same schedule with its end multiplied; a constant is all end."""
         end = self.end * factor
         return replace(self, start=end if self.shape == "constant" else self.start, end=end)
@@ -129,7 +127,7 @@ class Moment:
         return min(1.0, self.step / self.freeze_step) if self.freeze_step else 1.0
 
     @classmethod
-    def start(cls, total_steps: int, warmup: float, finetune: float, seed: int) -> Moment:
+    def start(cls, total_steps: int, warmup: float, finetune: float, seed: int) -> "Moment":
         """Step 0 of a run, with its arguments checked."""
         if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps <= 0:
             raise ValueError(

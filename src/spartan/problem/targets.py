@@ -1,7 +1,5 @@
 """Targets: which parameter tensors of a model become sparse."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a solver is, and which one answers a part of the problem."""
 
-from __future__ import annotations
-
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Chooses the solver of each part of the problem: the first that can."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

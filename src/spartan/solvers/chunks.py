@@ -7,8 +7,6 @@ The threshold and τ start from the last step's. The former is exact wherever th
 the former, so that a resumed run goes on as if it had never stopped.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

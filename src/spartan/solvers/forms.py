@@ -8,8 +8,6 @@ A is what is kept, B a larger set that some methods also train; both come from a
     decay    a multiple of θ, by the same three sets, added to the gradient once per step, unscaled
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum

@@ -1,7 +1,5 @@
 """Answers a problem whose masks are fixed: θ and the mask of the kept entries only, nothing left to choose."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Turns gradients for w into gradients for θ, as methods declare it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

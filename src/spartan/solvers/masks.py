@@ -1,7 +1,5 @@
 """Chooses what is kept, and makes the masks that methods declare, one entry per unit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

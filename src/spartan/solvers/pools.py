@@ -3,8 +3,6 @@
 `Rows` has the same verbs where every m units have a budget of their own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +33,7 @@ class Selection:
     cost: Tensor
 
     @classmethod
-    def of(cls, found: Sequence[Threshold], device: torch.device) -> Selection:
+    def of(cls, found: Sequence[Threshold], device: torch.device) -> "Selection":
         """From thresholds that the host knows."""
         each = [f.value for f in found], [f.cost for f in found]
         value, cost = (torch.tensor(x, dtype=torch.float64, device=device) for x in each)
@@ -63,7 +61,7 @@ class Duals:
     residual: Tensor
 
     @classmethod
-    def of(cls, found: Sequence[Dual], device: torch.device) -> Duals:
+    def of(cls, found: Sequence[Dual], device: torch.device) -> "Duals":
         """From duals that the host knows."""
         numbers = [(d.center, d.offset, float(d.passes), d.residual) for d in found]
         center, offset, passes, residual = torch.tensor(numbers, dtype=torch.float64, device=device).unbind(1)

@@ -3,8 +3,6 @@
 Rows are solved where they are read; what is known of them is n and β.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

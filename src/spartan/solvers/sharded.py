@@ -3,8 +3,6 @@
 All segments ask together: a round is one reduction, whatever their number.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,7 +93,7 @@ class ShardedPools(Pools):
             found[s] = edge, (low, high)
         return found
 
-    def _bracket(self, ranks: Tensor, s: int, k: float) -> Bracket | None:
+    def _bracket(self, ranks: Tensor, s: int, k: float) -> "Bracket | None":
         """The search of a segment; None where everything fits."""
         problem, total = self.problem, self.problem.segments[s].total
         members = problem.members(s)
@@ -110,7 +108,7 @@ class ShardedPools(Pools):
         limits = torch.iinfo(keys[0].dtype)
         return Bracket(limits.min, limits.max, counts, prices, k, keys, self.share)
 
-    def _guess(self, live: Mapping[int, Bracket]) -> None:
+    def _guess(self, live: "Mapping[int, Bracket]") -> None:
         """Tell brackets where to look first: where the last searches make one expect it, or where samples do."""
         cold = []
         for s, bracket in live.items():
@@ -127,7 +125,7 @@ class ShardedPools(Pools):
             for bracket, (key, found) in zip(cold, sums, strict=True):
                 bracket.guess = int(key / found)
 
-    def _cuts(self, live: Mapping[int, Bracket], ranks: Tensor) -> dict[int, tuple[int, float]]:
+    def _cuts(self, live: "Mapping[int, Bracket]", ranks: Tensor) -> dict[int, tuple[int, float]]:
         """The position of the first unit equal to each threshold that does not fit, and what is kept in all."""
         found: dict[int, tuple[int, float]] = {}
         searches: list[tuple[int, Bracket, Bracket]] = []

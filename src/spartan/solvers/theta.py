@@ -4,8 +4,6 @@
 CUDA graph, a sharding engine, an averaged model) goes on seeing the same tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Answers any problem in torch operations, on any device: the reference for the other solvers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Methods work on such vectors: one entry per unit that this process holds, target
 or of a target is a short vector; `at_units` and `of_targets` spread it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

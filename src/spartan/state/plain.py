@@ -4,8 +4,6 @@
 a run may go on on another kind of machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ Weights and what goes with them are named by parameter and laid out as the model
 own part.
 """
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Iterator, Mapping
@@ -32,7 +30,7 @@ def save_sharded(
     folder: str | Path,
     model: nn.Module,
     optimizer: Optimizer,
-    sparsifier: Sparsifier,
+    sparsifier: "Sparsifier",
     asynchronous: bool = False,
     process_group: Any = None,
 ) -> Any:
@@ -66,7 +64,7 @@ def save_sharded(
     return None
 
 
-def load_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer, sparsifier: Sparsifier) -> None:
+def load_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer, sparsifier: "Sparsifier") -> None:
     """Go on from what `save_sharded` wrote, on any number of processes, however the model is laid out now.
 
     Build the model, the sparsifier and the optimizer as for a new run, and attach them, before.
@@ -99,7 +97,7 @@ def load_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer, spa
     _load_optimizer(optimizer, sparsifier, model, state, rest)
 
 
-def load_whole(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, sparsifier: Sparsifier) -> None:
+def load_whole(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, sparsifier: "Sparsifier") -> None:
     """Go on from the three states of one process (or of any under DDP), however the model is laid out now.
 
     Args:
@@ -198,7 +196,7 @@ class TrainedTensor:
         return torch.cat([places[i].cut_out(piece) if places else piece for i, piece in pieces])
 
 
-def _trained(model: nn.Module, optimizer: Optimizer, sparsifier: Sparsifier) -> list[TrainedTensor]:
+def _trained(model: nn.Module, optimizer: Optimizer, sparsifier: "Sparsifier") -> list[TrainedTensor]:
     """The optimizer's parameters."""
     known = {id(p): TrainedTensor(clean_name(n), p) for n, p in unwrap(model).named_parameters()}
     for number, part in enumerate(sparsifier._run.weights.parts):
@@ -226,13 +224,13 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {clean_name(n): x.detach() for n, x in unwrap(model).state_dict().items() if isinstance(x, Tensor)}
 
 
-def _problems(sparsifier: Sparsifier) -> dict[str, tuple[Problem, int]]:
+def _problems(sparsifier: "Sparsifier") -> dict[str, tuple[Problem, int]]:
     """The part of the problem that each target belongs to, and its number there."""
     parts = sparsifier._run.weights.problems
     return {target.name: (part, i) for part in parts for i, target in enumerate(part.targets)}
 
 
-def _flat(model: nn.Module, optimizer: Optimizer, sparsifier: Sparsifier) -> dict[str, Any]:
+def _flat(model: nn.Module, optimizer: Optimizer, sparsifier: "Sparsifier") -> dict[str, Any]:
     """Everything by one name each: tensors, and all plain numbers as one object."""
     state: dict[str, Any] = {f"model/{n}": x for n, x in _model_tensors(model).items()}
     rest, problems = sparsifier.state_dict(), _problems(sparsifier)
@@ -302,7 +300,7 @@ def _nested(state: Mapping[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def _load_optimizer(
-    optimizer: Optimizer, sparsifier: Sparsifier, model: nn.Module, state: dict[str, Any], rest: dict[str, Any]
+    optimizer: Optimizer, sparsifier: "Sparsifier", model: nn.Module, state: dict[str, Any], rest: dict[str, Any]
 ) -> None:
     if len(rest["param_groups"]) != len(optimizer.param_groups):
         raise ValueError(

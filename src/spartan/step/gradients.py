@@ -5,8 +5,6 @@ accumulation, another acts after it (the first also runs for `torch.autograd.gra
 written by hand are told by their identity and version.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass

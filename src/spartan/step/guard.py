@@ -1,7 +1,5 @@
 """Looks for mistakes: a model changed behind the run's back, gradients and weights that are not finite, unsolved masks."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Tells what is kept, and by which masks, without changing anything."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A run: θ, the masks and the moment, and what a step does with them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a sparsifier says about itself: numbers, a table per layer, a printable summary."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +39,7 @@ class Stats:
     bytes_sent: int = 0
 
     @classmethod
-    def of(cls, run: Run) -> Stats:
+    def of(cls, run: Run) -> "Stats":
         """Where a run stands."""
         problem, kept, found = run.problem, run.kept_units(), solutions(run.weights)
         weights = sum(n * size for n, size in zip(kept, problem.sizes, strict=True))
@@ -84,7 +82,7 @@ class Layer:
     sparse_flops: float | None
 
     @classmethod
-    def of(cls, problem: Problem, kept: Sequence[int], flops: bool) -> list[Layer]:
+    def of(cls, problem: Problem, kept: Sequence[int], flops: bool) -> "list[Layer]":
         """One row per target, from the units kept of each."""
         rows = []
         for target, units, size, price in zip(problem.targets, kept, problem.sizes, problem.prices, strict=True):

@@ -1,7 +1,5 @@
 """Keeps the dense weights θ of a run: the parts of the problem, each with its solver."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Wraps `optimizer.step` on the instance, as learning-rate schedulers do, and checks which optimizer trains what."""
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable, Sequence

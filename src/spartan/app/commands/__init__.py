@@ -1,7 +1,5 @@
 """The commands, and the arguments and options that several of them share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

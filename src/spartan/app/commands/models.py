@@ -1,7 +1,5 @@
 """The commands about trained models: `export`, `inspect` and `bench`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The commands about runs: `train`, `sweep`, `evaluate`, `compare`, `report`, and what runs are made of."""
 
-from __future__ import annotations
-
 import os
 import sys
 import webbrowser

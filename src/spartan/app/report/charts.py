@@ -1,7 +1,5 @@
 """Makes the charts of one run from its files. A chart is a dict that assets/charts.js draws."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

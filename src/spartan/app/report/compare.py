@@ -1,7 +1,5 @@
 """Puts runs side by side: means over seeds as a table, CSV, Markdown and a plot of accuracy against sparsity."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

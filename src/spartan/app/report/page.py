@@ -1,7 +1,5 @@
 """Writes reports, each one self-contained HTML page (styles, code and data are inside it): of a run, or of several."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

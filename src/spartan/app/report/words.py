@@ -1,7 +1,5 @@
 """Writes numbers as people read them, and small pieces of HTML."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 One is a file `step-….pt`, or a folder `step-….shards` of parts that several processes wrote (`shards.py`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Reads recipes: YAML with a typed schema. Every mistake names its key and, where there is one, the key that was meant."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import types

@@ -1,7 +1,5 @@
 """Chooses where images come from, and says what every source gives."""
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Chooses a run's folder and writes what belongs there when the run begins and when it ends."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import json
@@ -126,7 +124,7 @@ def _commit() -> str | None:
     return None
 
 
-def finish(out: Path, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any]:
+def finish(out: Path, trainer: "Trainer", record: dict[str, Any]) -> dict[str, Any]:
     """The final model, the masks and, last of all, the summary: a run with a summary is finished."""
     sparsifier = trainer.sparsifier  # every process ends its own and gives what it holds of the model; the first writes
     layers = [vars(layer) | {"shape": list(layer.shape)} for layer in sparsifier.layers()]

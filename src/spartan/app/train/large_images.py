@@ -4,8 +4,6 @@ Both become a table that says where each image's bytes lie: random access makes 
 of workers a matter of indices. Shards are indexed once, when the run starts.
 """
 
-from __future__ import annotations
-
 import functools
 import glob
 import importlib

@@ -3,8 +3,6 @@
 One process or many run the same lines: alone, a process is the first of one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import sys

@@ -1,7 +1,5 @@
 """Writes metrics: one JSON line a step and an epoch, and TensorBoard. What is on the device stays there until a flush."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -39,7 +37,7 @@ class Metrics:
 
                 self._board = SummaryWriter(str(folder / "tensorboard"))
 
-    def __enter__(self) -> Metrics:
+    def __enter__(self) -> "Metrics":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

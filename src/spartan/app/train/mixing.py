@@ -1,7 +1,5 @@
 """Mixes the images of a batch by mixup and CutMix, where the batch is."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

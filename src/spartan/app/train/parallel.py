@@ -4,8 +4,6 @@ The loop is the same for all three. What differs is here: what is called for a f
 which tensors are whole, and what a checkpoint consists of.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,7 +25,7 @@ from spartan.distributed import is_dtensor
 from spartan.problem.patterns import read_pattern
 
 
-def distribute(config: Config, model: nn.Module, us: Processes) -> WholeModel:
+def distribute(config: Config, model: nn.Module, us: Processes) -> "WholeModel":
     """The model as these processes train it; `parallel` in the recipe says how, where there are several."""
     if us.alone:
         return WholeModel(config, model, us)

@@ -1,7 +1,5 @@
 """Joins the processes of a run: finds who takes part, what each one takes, and lets them agree, stop and fail together."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json
@@ -123,7 +121,7 @@ class StopSignals:
         self.caught: int | None = None
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
             for number in self._numbers:
                 self._before[number] = signal.signal(number, self._catch)

@@ -1,7 +1,5 @@
 """Builds the parts of a run from its recipe: model, method, sparsifier, optimizer, learning rate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

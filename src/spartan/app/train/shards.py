@@ -1,7 +1,5 @@
 """Writes checkpoints in parts: every process its own, and only when all have done so is there a checkpoint."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import json

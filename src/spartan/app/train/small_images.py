@@ -1,7 +1,5 @@
 """Keeps small images on the device, and crops, flips and cuts them out there, a batch at a time."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 import zipfile

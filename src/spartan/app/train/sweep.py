@@ -1,7 +1,5 @@
 """Runs grids of settings: each run in its own process, several at once, finished ones skipped, failing ones survived."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os
@@ -116,7 +114,7 @@ class Sweep:
         # by folder, with the length that its log had before
         self._running: dict[Path, tuple[subprocess.Popen[bytes], int]] = {}
 
-    def run(self, jobs: Sequence[Job], display: SweepDisplay) -> list[Outcome]:
+    def run(self, jobs: Sequence[Job], display: "SweepDisplay") -> list[Outcome]:
         """Every job's outcome, in the order of the jobs; `display` hears of each as it comes."""
         outcomes: dict[Path, Outcome] = {}
         # Ctrl-C, SIGTERM and a closed terminal stop the sweep in order.

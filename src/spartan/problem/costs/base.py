@@ -3,8 +3,6 @@
 A new cost is one file; recipes know it by its `name`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -38,7 +36,7 @@ class Cost(ABC):
     @classmethod
     def for_run(
         cls, model: nn.Module, example_inputs: Any, value_power: float, include: Globs = None, exclude: Globs = None
-    ) -> Cost:
+    ) -> "Cost":
         """The cost of a run, made while the model is whole; what it does not need it leaves."""
         return cls()
 

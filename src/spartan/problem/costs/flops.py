@@ -1,7 +1,5 @@
 """Multiplications as the cost."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -67,7 +65,7 @@ class Flops(Cost):
     @classmethod
     def for_run(
         cls, model: nn.Module, example_inputs: Any, value_power: float, include: Globs = None, exclude: Globs = None
-    ) -> Flops:
+    ) -> "Flops":
         """Counted now: a model in shards can no longer be."""
         cost = cls(example_inputs, value_power)
         return replace(cost, counted=cost.table(model, include, exclude))

@@ -1,7 +1,5 @@
 """Parameters as the cost."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ row-major order of the weight, whatever its memory format. All that the rest of 
 a new one is one file, and recipes know it by its `name`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -74,7 +72,7 @@ class Pattern(ABC):
         """
         return sparsity
 
-    def place(self, parameter: Tensor) -> Place | None:
+    def place(self, parameter: Tensor) -> "Place | None":
         """Where the units of this process's shard are; None where the border of a shard cuts a unit."""
         shape = tuple(parameter.shape)
         rows, *rest = held(parameter)
@@ -92,7 +90,7 @@ class Pattern(ABC):
         return Place(rows[::h] // h, columns[::w] // w, (shape[0] // h, wide // w))
 
     @classmethod
-    def read(cls, value: object) -> Pattern | None:
+    def read(cls, value: object) -> "Pattern | None":
         """The pattern that a recipe's value stands for: its name, then arguments after colons. None if it is another's."""
         name, *arguments = value.split(":") if isinstance(value, str) else [""]
         if not cls.name or name != cls.name:

@@ -1,7 +1,5 @@
 """Blocks of a weight seen as a matrix."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

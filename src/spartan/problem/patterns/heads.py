@@ -1,7 +1,5 @@
 """Attention heads as units."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """N of every M consecutive weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Single weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Answers problems of blocks, rows and columns of a weight by Triton kernels."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Between the passes of a top-k: one program a segment adds up what its pieces found and says where the next pass looks."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Answers problems whose masks are fixed by Triton kernels: only kept weights move."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any

@@ -3,8 +3,6 @@
 An address of 0 stands for a gradient that is not there.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

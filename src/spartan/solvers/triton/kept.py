@@ -5,8 +5,6 @@ kept entries lie in it: from where to where in the sorted list of their places. 
 is left alone.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Launches kernels over parameters and their gradients, without waiting for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chooses masks by Triton kernels: all segments in one launch, nothing waits for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

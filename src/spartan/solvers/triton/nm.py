@@ -6,8 +6,6 @@ nothing is kept of a run but its weights. `strides` has s per target; `numbers` 
 has fewer than 2³¹ entries.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

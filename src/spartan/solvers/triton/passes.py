@@ -1,7 +1,5 @@
 """A pass of a top-k over the values: what a program does with every piece of its share."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ A pass over the values is to take as long as reading them. With Triton's own sig
 instructions than there is time for.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Sequences of launches recorded once and replayed: starting a kernel from Python takes longer than many a kernel."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager

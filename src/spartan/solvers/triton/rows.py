@@ -4,8 +4,6 @@ Every run of m is solved where its mask is needed, in registers: neither masks n
 2/m as many numbers as there are weights, are stored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

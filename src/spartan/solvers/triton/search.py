@@ -4,8 +4,6 @@ All programs must be on the device at the same time, or those that wait would ke
 cooperative one, of a few programs for every multiprocessor (`topk.py`). In the interpreter one program does everything.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Answers problems of single weights by Triton kernels: all segments in the same launches, nothing waits for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

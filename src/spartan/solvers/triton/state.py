@@ -1,7 +1,5 @@
 """What is known of a top-k, on the device: its numbers by place, and floats as keys that sort as they do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -190,13 +188,13 @@ class States:
         center, offset, residual = (self.floats[:, i.value] for i in (CENTER, OFFSET, RESIDUAL))
         return Duals(tuple(beta), center, offset, (1.0,) * len(beta), self.ints[:, PASSES.value], residual)
 
-    def copy(self) -> States:
+    def copy(self) -> "States":
         """A copy that stays as it is."""
         found = States(0, self.floats.device)
         found.floats, found.ints = self.floats.clone(), self.ints.clone()
         return found
 
-    def go_back(self, copy: States) -> None:
+    def go_back(self, copy: "States") -> None:
         """Know what was known then."""
         self.floats.copy_(copy.floats)
         self.ints.copy_(copy.ints)

@@ -1,7 +1,5 @@
 """Many tensors in one launch: tables of addresses and of the pieces that programs work on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

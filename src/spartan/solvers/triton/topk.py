@@ -10,8 +10,6 @@ Where nothing is known of the threshold, some passes over a few samples of each 
 into the few bins that floats of one size share would take as long as forty passes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -8,8 +8,6 @@ lie in order. All of these are 32 bits wide, and so are places: a target has few
 an entry per unit of all targets; `bases` tells where those of a target begin.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

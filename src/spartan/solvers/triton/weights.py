@@ -3,8 +3,6 @@
 An address of 0 stands for a tensor that is left alone.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
