@@ -15,9 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 PLAIN = (Tensor, nn.Parameter)
 
 
-# ---------------------------------------------------------------------- shards
-
-
 def is_dtensor(tensor: object) -> bool:
     """Whether this is a DTensor. Importing their module takes long, and where nobody has, there is none."""
     if type(tensor) in PLAIN:  # asked a hundred times a step
@@ -120,9 +117,6 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-# ---------------------------------------------------------------------- over processes
 
 
 class Ranks:

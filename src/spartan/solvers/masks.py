@@ -36,8 +36,6 @@ class Masks(Units):
         """Who compares units with one another."""
         return Pools(self) if self.problem.pattern.rows is None else Rows(self)
 
-    # ------------------------------------------------------------------ choosing
-
     def solve(self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None) -> None:
         """Choose what is kept, A, for these budgets, and with a β the soft mask; by magnitude, or by ranks of one's own."""
         ranks = self.scores() if ranks is None else ranks
@@ -62,8 +60,6 @@ class Masks(Units):
         found = self.pools.keep(ranks, self.select(k, ranks))
         # Units from outside are reached only once all that they are chosen among is taken.
         return found if among is None else found & among
-
-    # ------------------------------------------------------------------ what was chosen
 
     def ranks(self, form: Form) -> Tensor:
         """What units compete by."""

@@ -29,8 +29,6 @@ class TorchSolver(Gradients, Solver):
         """It always can."""
         return ""
 
-    # ------------------------------------------------------------------ weights
-
     def put(self, which: Sequence[int]) -> None:
         """θ into the parameters of these targets."""
         self.theta.put(which)
@@ -73,8 +71,6 @@ class TorchSolver(Gradients, Solver):
         for i, theta in enumerate(self.theta.views):
             some = pattern.growing(theta.shape, theta.device) if growing else None
             theta.masked_fill_(entries[i] if some is None else entries[i] & some, 0.0)
-
-    # ------------------------------------------------------------------ going back, and saving
 
     def snapshot(self) -> Any:
         """θ, the masks and what the method knows."""

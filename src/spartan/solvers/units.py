@@ -53,8 +53,6 @@ class Units:
         self._constants: dict[tuple[object, ...], Tensor] = {}
         self.power = 1.0  # α, where methods see ψ = sign(θ)·|θ|^α in the place of θ
 
-    # ------------------------------------------------------------------ between entries and units
-
     def slabs(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """One tensor per target as what is worked on at a time; a missing one counts as zero beside others."""
         if not self.joined or all(x is None for x in tensors):
@@ -106,8 +104,6 @@ class Units:
             [torch.zeros_like(v, dtype=wide) if g is None else g.to(wide) * v.to(wide) for g, v in slabs]
         )
 
-    # ------------------------------------------------------------------ spreading short vectors
-
     def constant(self, numbers: Sequence[float]) -> Tensor:
         """Numbers on the device, sent there once, since sending makes the host wait; whole ones as integers."""
         kind = torch.int64 if all(isinstance(x, int) for x in numbers) else torch.float64
@@ -125,8 +121,6 @@ class Units:
     def of_targets(self, per_target: Tensor) -> Tensor:
         """One number per target at each of its units; differentiable."""
         return per_target.repeat_interleave(self.constant(self.problem.units), output_size=self.count)
-
-    # ------------------------------------------------------------------ sums, over all processes
 
     def sum_by_target(self, *vectors: Tensor) -> Tensor:
         """Σ over each target, in float64, of several vectors at once: a row each."""

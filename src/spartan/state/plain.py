@@ -80,9 +80,6 @@ def loaded_units(problem: Problem, i: int, saved: Tensor) -> Tensor:
     return saved.reshape(-1)
 
 
-# ---------------------------------------------------------------------- back
-
-
 def check(state: Mapping[str, Any], settings: Mapping[str, Any], run: Run) -> None:
     """Raise, with what is different, unless the state belongs to this model and these settings."""
     if not isinstance(state, Mapping) or state.get("format") != FORMAT or "weights" not in state:

@@ -38,8 +38,6 @@ class Guard:
         self._step = 0
         self._warned = False
 
-    # ------------------------------------------------------------------ the model
-
     def same_tensors(self) -> None:
         """The model must hold the parameters that the run was built for."""
         held = [current(target) for target in self.targets]
@@ -81,8 +79,6 @@ class Guard:
             )
         self._versions = versions
 
-    # ------------------------------------------------------------------ finite numbers
-
     @property
     def _waits(self) -> bool:
         """Whether answers are waited for: on a CPU, and where processes must agree on them."""
@@ -123,8 +119,6 @@ class Guard:
         number = torch.tensor(FINE if bad is None else bad, dtype=torch.int32, device=self.weights.bad.device)
         first = int(self.ranks.smallest(number))
         return None if first == FINE else first
-
-    # ------------------------------------------------------------------ flags
 
     def send(self, step: int) -> None:
         """Start fetching the flags; nothing waits for them."""

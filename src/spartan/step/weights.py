@@ -83,8 +83,6 @@ class Weights:
         """What parts have of each target, in the order of the model's."""
         return [by_part[p][i] for p, i in (self._home[n] for n in range(len(self.problem.targets)))]
 
-    # ------------------------------------------------------------------ moving
-
     def put(self, which: Iterable[int]) -> None:
         """θ into the parameters of these targets."""
         for part, mine in zip(self.parts, self.local(which), strict=True):

@@ -28,8 +28,6 @@ class TritonSolver(KernelMasks):
         """Single weights."""
         return "" if problem.pattern.single else f"no kernels for {problem.pattern!r}"
 
-    # ------------------------------------------------------------------ weights
-
     def put(self, which: Sequence[int]) -> None:
         """θ into the parameters of these targets."""
         x, parameters = self.kernels, self.kernels.some(which)
@@ -99,8 +97,6 @@ class TritonSolver(KernelMasks):
         """Of what kind parameters and θ are."""
         x = self.kernels
         return {"DTYPE": x.dtype, "ALIGNED": x.aligned(x.to_parameters, x.to_thetas)}
-
-    # ------------------------------------------------------------------ gradients
 
     def turn(self, form: Form | None, grads: Grads) -> list[Tensor | None]:
         """Gradients for w into gradients for θ, in place."""
