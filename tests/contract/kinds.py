@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from spartan.methods.base import Method, straight_through
+from spartan.methods.base import Method
 from spartan.problem.schedules import Moment
 from spartan.solvers.base import Grads
 from spartan.solvers.forms import KEPT, Form, Stored
 from spartan.solvers.torch import TorchSolver
 from spartan.solvers.units import generator, masked
+from tests.contract.straight import straight_through
 
 
 @dataclass(frozen=True)

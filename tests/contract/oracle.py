@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from spartan import soft_topk
-from spartan.methods.base import straight_through
 from spartan.ops.newton import Dual
 from spartan.ops.soft_topk import SoftMask
 from spartan.solvers.forms import Form, Mask, PerSegment, Stored, Where
 from spartan.solvers.torch import TorchSolver
 from spartan.solvers.units import masked
+from tests.contract.straight import straight_through
 
 
 def units_of(solver: TorchSolver, tensors: Sequence[Tensor]) -> Tensor:

@@ -16,7 +16,6 @@ models have one. Vectors over units, such as `solver.scores()`, have an entry fo
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from spartan.problem.problem import Problem
@@ -98,28 +97,6 @@ class Method(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
-
-
-class Straight(torch.autograd.Function):
-    """One value in the forward pass, the gradient of another in the backward pass.
-
-    Exact, where x + (value − x).detach() would round.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
-        """`value`."""
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """That of x."""
-        return grads[0], None
-
-
-def straight_through(x: Tensor, value: Tensor) -> Tensor:
-    """`value` in the forward pass, the gradient of x in the backward pass."""
-    return Straight.apply(x, value)
 
 
 def scaled_beta(beta: Schedule, scale: bool, problem: Problem, at: Moment) -> list[float]:

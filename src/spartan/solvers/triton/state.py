@@ -194,12 +194,6 @@ class States:
         found.floats, found.ints = self.floats.clone(), self.ints.clone()
         return found
 
-    def go_back(self, copy: "States") -> None:
-        """Know what was known then."""
-        self.floats.copy_(copy.floats)
-        self.ints.copy_(copy.ints)
-        self._told = []
-
     def set(self, chosen: Sequence[Mapping[str, float]], duals: Sequence[Dual] | None) -> None:
         """Go on from a solution that was saved."""
         floats, ints = (
