@@ -1,4 +1,4 @@
-"""One-shot magnitude pruning."""
+"""Prunes a model once, by magnitude."""
 
 from collections.abc import Mapping
 from typing import TypeVar

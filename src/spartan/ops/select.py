@@ -1,4 +1,4 @@
-"""Exact selection: the longest prefix of the units, ordered by value / cost, whose cost fits the budget."""
+"""Selects exactly: the longest prefix of the units, ordered by value / cost, whose cost fits the budget."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Budgets: who competes with whom, and for how much."""
+"""Reads budgets: who competes with whom, and for how much."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Targets: which parameter tensors of a model become sparse."""
+"""Finds the targets: which parameter tensors of a model become sparse."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

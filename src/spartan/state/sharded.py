@@ -1,4 +1,4 @@
-"""Training state in the format of torch.distributed.checkpoint: saved on N processes, loaded on M.
+"""Saves training state in the format of torch.distributed.checkpoint: on N processes, to be loaded on M.
 
 Weights and what goes with them are named by parameter and laid out as the model is; every process writes and reads its
 own part.

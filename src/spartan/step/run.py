@@ -1,4 +1,4 @@
-"""A run: θ, the masks and the moment, and what a step does with them."""
+"""Runs a training: keeps θ, the masks and the moment, and does with them what a step asks."""
 
 import math
 from collections.abc import Callable, Sequence

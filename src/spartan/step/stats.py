@@ -1,4 +1,4 @@
-"""What a sparsifier says about itself: numbers, a table per layer, a printable summary."""
+"""Tells where a run stands: numbers, a table per layer, a printable summary."""
 
 import math
 from collections.abc import Mapping, Sequence

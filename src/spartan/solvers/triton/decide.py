@@ -1,4 +1,4 @@
-"""Between the passes of a top-k: one program a segment adds up what its pieces found and says where the next pass looks."""
+"""Decides between the passes of a top-k: a program a segment adds up what its pieces found, and says where to look next."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Gradients for w into gradients for θ, in place, all targets in one launch.
+"""Turns gradients for w into gradients for θ by kernels: in place, all targets in one launch.
 
 An address of 0 stands for a gradient that is not there.
 """

@@ -1,4 +1,4 @@
-"""With the mask fixed: θ, w and gradients at the kept places only, all targets in one launch.
+"""Moves θ, w and gradients once the mask is fixed: at the kept places only, all targets in one launch.
 
 A program takes a piece of a target's memory, BLOCK entries at a time. `spans` tells, for every such block, which of the
 kept entries lie in it: from where to where in the sorted list of their places. An address of 0 stands for a tensor that

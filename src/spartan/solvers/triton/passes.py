@@ -1,4 +1,4 @@
-"""A pass of a top-k over the values: what a program does with every piece of its share."""
+"""Passes over the values of a top-k: what a program does with every piece of its share."""
 
 import triton
 import triton.language as tl

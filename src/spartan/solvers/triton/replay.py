@@ -1,4 +1,4 @@
-"""Sequences of launches recorded once and replayed: starting a kernel from Python takes longer than many a kernel."""
+"""Records sequences of launches once and replays them: starting a kernel from Python takes longer than many a kernel."""
 
 import gc
 from collections.abc import Callable, Hashable, Iterator

@@ -1,4 +1,4 @@
-"""The whole search for a top-k in one launch: the programs go over the values together, and meet between the passes.
+"""Searches for a top-k in one launch: the programs go over the values together, and meet between the passes.
 
 All programs must be on the device at the same time, or those that wait would keep the others out: the launch is a
 cooperative one, of a few programs for every multiprocessor (`topk.py`). In the interpreter one program does everything.

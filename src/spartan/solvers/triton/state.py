@@ -1,4 +1,4 @@
-"""What is known of a top-k, on the device: its numbers by place, and floats as keys that sort as they do."""
+"""Holds what is known of a top-k on the device: its numbers by place, and floats as keys that sort as they do."""
 
 from collections.abc import Mapping, Sequence
 
@@ -27,6 +27,7 @@ SAMPLE = tl.constexpr(64)
 COARSE = tl.constexpr(10)
 GUESSED = tl.constexpr(1 << 18)
 
+# Kernels must import these by name: Triton's cache does not see the value of a module's attribute.
 # The state of a top-k: floats, of which the host tells the first four …
 K = tl.constexpr(0)  # what may be kept, in cost, with the slack for rounding
 SOFT_K = tl.constexpr(1)  # the same without

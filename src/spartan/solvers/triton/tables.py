@@ -1,4 +1,4 @@
-"""Many tensors in one launch: tables of addresses and of the pieces that programs work on."""
+"""Lists many tensors for one launch: tables of addresses, and of the pieces that programs work on."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Hard and soft top-k over many tensors, decided on the device: nothing in here waits for the host.
+"""Finds the hard and the soft top-k over many tensors, on the device: nothing in here waits for the host.
 
 Every pass reads the values once and does two things. It counts them into BINS bins between two keys (a float's bits,
 mapped so that they sort as the floats do), which narrows the place of the exact threshold by that factor; and it sums

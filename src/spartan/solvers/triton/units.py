@@ -1,4 +1,4 @@
-"""Blocks, rows and columns: what every unit is worth, and its mask at all its places, for all targets in one launch.
+"""Sums up what blocks, rows and columns are worth, and puts their masks at all their places: all targets in one launch.
 
 A target is a matrix without gaps in its memory. A program takes a few units that follow one another, as a tile of U units
 by W of their columns, and goes down their rows; what belongs to a unit is read once for all its entries. `shapes` has a

@@ -1,4 +1,4 @@
-"""θ and w in and out of the model's parameters: all targets in one launch, masks made on the way and never stored.
+"""Moves θ and w in and out of the parameters: all targets in one launch, masks made on the way and never stored.
 
 An address of 0 stands for a tensor that is left alone.
 """
