@@ -15,9 +15,8 @@ from tests.distributed.workers import on
 
 Stops = list[tuple[Case, int]]
 # A step while masks still change, and one when they are fixed; stored masks, learned scores, N:M's many duals.
-SOME: Stops = [(Case("spartan"), 7), (Case("spartan"), 17)]
+SOME: Stops = [(Case("spartan"), 7), (Case("spartan"), 17), (Case("movement"), 7)]
 OTHERS: Stops = [
-    (Case("movement"), 7),
     (Case("spartan", "block", even=True), 7),
     (Case("spartan", "nm", "global"), 7),
     (Case("str"), 7),

@@ -158,19 +158,17 @@ def project(solver: TorchSolver, s: Tensor) -> Tensor:
     v, one per segment, is found by bracketed Newton on the piecewise linear Σ c·s(v) = k, with costs in multiples of the
     dearest. The number of passes is fixed, so that nothing waits for the device; of all passes the best counts.
     """
-    prices = solver.problem.unit_costs
-    unit = max(prices)
-    c = solver.of_targets(solver.constant([x / unit for x in prices])).to(s.dtype)
-    k = send(solver.k, solver.device) / unit
+    prices, k = solver.problem.unit_costs, send(solver.k, solver.device)
+    costs, unit = solver.constant([float(x) for x in prices]), max(prices)
+    c = solver.of_targets(costs / unit).to(s.dtype)
     low = best = v = torch.zeros_like(k)
     high = solver.max_by_segment(s / c).double().clamp(min=0.0)
     last = least = torch.full_like(v, math.inf)
     for _ in range(PASSES):
         x = s - solver.at_units(v).to(s.dtype) * c
-        # To the right: a whole unit gives way too.
-        slope = ((x > 0) & (x <= 1)).to(s.dtype) * c * c
-        excess, slope = solver.sum_by_segment(x.clamp(0.0, 1.0) * c, slope)
-        excess = excess - k
+        # To the right: a whole unit gives way too. Costs are counted target by target: exact where all of it is kept.
+        sums, slopes = solver.sum_by_target(x.clamp(0.0, 1.0), (x > 0) & (x <= 1))
+        excess, slope = solver.segments_of(sums * costs) - k, solver.segments_of(slopes * costs * costs / unit)
         off = excess.abs()
         best, least = torch.where(off < least, v, best), torch.minimum(off, least)
         low, high = torch.where(excess > 0, v, low), torch.where(excess > 0, high, v)

@@ -61,8 +61,9 @@ def saved_units(problem: Problem, i: int, units: Tensor) -> Tensor:
     parameter = problem.targets[i].parameter
     if problem.places and is_dtensor(parameter):
         place = problem.places[i]
-        matrix = units.reshape(place.rows.numel(), place.columns.numel())
-        return as_dtensor(parameter, matrix.contiguous(), place.whole)
+        # A copy: torch's asynchronous saving takes no DTensor that begins inside another tensor's memory.
+        matrix = units.reshape(place.rows.numel(), place.columns.numel()).clone()
+        return as_dtensor(parameter, matrix, place.whole)
     if problem.by_memory:
         return problem.pattern.reduce(problem.expand(i, units)).clone()
     return units.clone()

@@ -159,28 +159,20 @@ class TrainedTensor:
         """A tensor of its optimizer state by the names it is saved under: one per target where it has units."""
         if self.problem is None or value.shape != self.parameter.shape:
             return {f"optimizer/{self.name}/{key}": value}
-        pieces = value.split(self.problem.units)
-        targets = enumerate(zip(self.problem.targets, pieces, strict=True))
-        grids = {
-            target.name: _grid(self.problem, i, saved_units(self.problem, i, piece)) for i, (target, piece) in targets
-        }
-        return {f"units/{self.name}.{key}/{name}": grid for name, grid in grids.items()}
+        problem, found = self.problem, {}
+        for i, (target, piece) in enumerate(zip(problem.targets, value.split(problem.units), strict=True)):
+            found[f"moments/{self.name}/{key}/{target.name}"] = _grid(problem, i, saved_units(problem, i, piece))
+        return found
 
     def loaded(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
         """Its optimizer state back from what `saved` gave."""
         prefix = f"optimizer/{self.name}/"
-        found = {
-            k.removeprefix(prefix): x for k, x in state.items() if k.startswith(prefix) and "/" not in k[len(prefix) :]
-        }
-        prefix = f"units/{self.name}."
-        keys = (
-            {k.removeprefix(prefix).partition("/")[0] for k in state if k.startswith(prefix)} if self.problem else set()
-        )
-        for key in keys:
-            assert self.problem is not None
-            names = [t.name for t in self.problem.targets]
-            each = [loaded_units(self.problem, i, state[f"{prefix}{key}/{name}"]) for i, name in enumerate(names)]
-            found[key] = torch.cat([x.to(self.parameter.device) for x in each])
+        found = {k.removeprefix(prefix): x for k, x in state.items() if k.startswith(prefix)}
+        if self.problem is not None:
+            prefix, names = f"moments/{self.name}/", [t.name for t in self.problem.targets]
+            for key in {k.removeprefix(prefix).partition("/")[0] for k in state if k.startswith(prefix)}:
+                each = [loaded_units(self.problem, i, state[f"{prefix}{key}/{name}"]) for i, name in enumerate(names)]
+                found[key] = torch.cat([x.to(self.parameter.device) for x in each])
         return found
 
     def part_of(self, value: Any) -> Any:
@@ -267,7 +259,7 @@ def _empty_for(
 ) -> Tensor:
     """An empty tensor for what is saved under a key: in shards where its parameter is, and shaped like it."""
     kind, _, name = key.partition("/")
-    if kind == "units":
+    if kind in ("units", "moments"):
         parameter = targets.get(name.rpartition("/")[2])
     else:
         parameter = parameters.get(name if kind == "model" else name.rpartition("/")[0])
@@ -293,8 +285,7 @@ def _nested(state: Mapping[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
         elif kind == "units":
             what, _, target = name.partition("/")
             section, _, own = what.partition(".")
-            if section in UNITS:
-                found[section].setdefault(own, {})[target] = value
+            found[section].setdefault(own, {})[target] = value
     return found
 
 
