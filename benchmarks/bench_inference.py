@@ -215,10 +215,10 @@ def gpu(args: argparse.Namespace) -> None:
     """The part for a GPU."""
     import inference_gpu
 
-    from spartan.inference.gpu import ops
+    from spartan.inference.gpu import linear
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    print(f"{device}, torch {torch.__version__}, {ops.status()}")
+    print(f"{device}, torch {torch.__version__}, {linear.status()}")
     about = [datetime.date.today().isoformat(), git_commit(), device, torch.__version__]
     models: dict[str, Callable[[], nn.Module]] = {
         name: functools.partial(build, CASES[name]) for name in args.cases or ["vit64", "vit32", "vit16"]
