@@ -23,9 +23,9 @@ from spartan.inference.cpu.ops import Conv
 from spartan.inference.runtime import DenseConv2d, DenseLinear
 
 _SUMS: tuple[Callable, ...] = (operator.add, operator.iadd, torch.add)
-# Functions, and methods by their names.
+# Functions, methods by their names, and modules by their types.
 _ACTIVATIONS: dict[Any, str] = {F.relu: "relu", torch.relu: "relu", F.silu: "silu", F.gelu: "gelu"}
-_ACTIVATIONS |= {"relu": "relu", "relu_": "relu"}
+_ACTIVATIONS |= {"relu": "relu", "relu_": "relu", nn.ReLU: "relu", nn.SiLU: "silu", nn.GELU: "gelu"}
 
 
 class _Shallow(fx.Tracer):
@@ -83,15 +83,6 @@ def fold_batch_norm(weight: Tensor, bias: Tensor | None, norm: nn.BatchNorm2d) -
     folded = weight.double() * scale.reshape(-1, 1, 1, 1)
     # A pruned weight stays exactly +0, whatever the scale's sign.
     return folded.masked_fill(weight == 0, 0.0).to(weight.dtype), shift.to(weight.dtype)
-
-
-def activation_of(module: nn.Module) -> str | None:
-    """The name by which the kernels know an activation module."""
-    if _has_hooks(module):
-        return None
-    if type(module) is nn.GELU:
-        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
-    return {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(module))
 
 
 def _trace(module: nn.Module) -> fx.Graph | None:
@@ -172,7 +163,9 @@ class _Rewrite:
         if after is None or len(after.args) != 1:
             return None
         if after.op == "call_module" and (self.rewritable or self.unshared(after) is not None):
-            kind = activation_of(self.owner.get_submodule(str(after.target)))
+            module = self.owner.get_submodule(str(after.target))
+            kind = None if _has_hooks(module) else _ACTIVATIONS.get(type(module))
+            kind = "gelu_tanh" if kind == "gelu" and module.approximate == "tanh" else kind
         elif self.rewritable and after.op in ("call_function", "call_method") and not set(after.kwargs) - {"inplace"}:
             kind = _ACTIVATIONS.get(after.target)
         if kind is not None:

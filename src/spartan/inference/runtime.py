@@ -74,6 +74,11 @@ class DenseLayer(InferenceLayer):
         self.register_buffer("weight", weight.detach().clone())
         self.register_buffer("bias", weight.new_zeros(len(weight)) if bias is None else bias.detach().clone())
 
+    @property
+    def zeros(self) -> float:
+        """The share of zeros in the weight."""
+        return float((self.weight == 0).float().mean())
+
 
 class DenseLinear(DenseLayer):
     """act(x Wᵀ + b) by torch."""

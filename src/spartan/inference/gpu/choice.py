@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,13 +88,10 @@ def candidates(weight: Tensor) -> list[tuple[Tiling, float]]:
     Those that TMA can load come first: on an H200 they were always faster than one whose columns must be gathered.
     """
     kept, shape = block_sizes(weight), (weight.shape[0], weight.shape[1])
-    found = []
-    for index, tiling in enumerate(TILINGS):
-        if (tiling.p, tiling.q) in kept:
-            seconds, share = estimate(kept[tiling.p, tiling.q], tiling, shape)
-            found.append((seconds, index, tiling, share))
-    found.sort(key=lambda item: item[:2])
-    ranked = [(tiling, share) for seconds, _, tiling, share in found if seconds <= 1.5 * found[0][0]]
+    tilings = [tiling for tiling in TILINGS if (tiling.p, tiling.q) in kept]
+    found = [(tiling, *estimate(kept[tiling.p, tiling.q], tiling, shape)) for tiling in tilings]
+    found.sort(key=lambda option: option[1])
+    ranked = [(tiling, share) for tiling, seconds, share in found if seconds <= 1.5 * found[0][1]]
     whole = [option for option in ranked if option[0].q == option[0].inputs][:TILINGS_TIMED]
     gathered = [option for option in ranked if option[0].q < option[0].inputs]
     return whole + gathered[: 1 if whole else TILINGS_TIMED]
@@ -123,7 +121,7 @@ def choose(
     layer: DenseLinear, shape: tuple[int, ...], dtype: torch.dtype, kernels: str
 ) -> tuple[TileKernel | str | None, str]:
     """The kernel for a layer and the reason, in a few words, as the choice for a CPU: None is torch's dense product."""
-    zeros = 1.0 - float((layer.weight != 0).float().mean())
+    zeros = layer.zeros
     if not linear.available(layer.weight.device):
         return None, f"{zeros:.1%} zeros; {linear.status()}"
     options = candidates(layer.weight)
@@ -195,13 +193,8 @@ def timed(runs: Mapping[str, Callable[[Tensor], Tensor]], x: Tensor) -> dict[str
         return calls
 
     calls = {name: several(run) for name, run in runs.items()}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds + 1):
-        for name, call in calls.items():
-            seconds = _seconds(call, x.is_cuda)
-            if turn:
-                times[name].append(seconds / count)
-    return {name: sorted(found)[rounds // 2] for name, found in times.items()}
+    turns = [{name: _seconds(call, x.is_cuda) for name, call in calls.items()} for _ in range(rounds + 1)]
+    return {name: statistics.median_high(turn[name] for turn in turns[1:]) / count for name in runs}
 
 
 def graph_of(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
