@@ -9,6 +9,7 @@ module whose forward cannot be traced, or takes optional arguments, or carries h
 
 from __future__ import annotations
 
+import copy
 import inspect
 import operator
 from collections import Counter
@@ -18,6 +19,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from spartan.inference.cpu.ops import Conv
 from spartan.inference.runtime import DenseConv2d, DenseLinear
@@ -44,16 +46,13 @@ def plain_conv(module: nn.Module) -> Conv | None:
     """The constants of a 2-d convolution that pads with zeros, evenly; None for anything else."""
     if not isinstance(module, nn.Conv2d) or type(module).forward is not nn.Conv2d.forward or _has_hooks(module):
         return None
-    if module.padding == "valid":
-        padding: tuple[int, ...] = (0, 0)
-    elif module.padding == "same":
-        reach = [d * (k - 1) for k, d in zip(module.kernel_size, module.dilation, strict=True)]
+    padding = module.padding
+    if isinstance(padding, str):
+        sides = zip(module.kernel_size, module.dilation, strict=True)
+        reach = [d * (k - 1) if padding == "same" else 0 for k, d in sides]
         if any(r % 2 for r in reach):
             return None
         padding = (reach[0] // 2, reach[1] // 2)
-    else:
-        assert not isinstance(module.padding, str)
-        padding = module.padding
     if module.padding_mode != "zeros" and any(padding):
         return None
     pairs = [(int(a), int(b)) for a, b in (module.kernel_size, module.stride, padding, module.dilation)]
@@ -70,19 +69,13 @@ def fold_batch_norm(weight: Tensor, bias: Tensor | None, norm: nn.BatchNorm2d) -
 
     Computed in float64, so that the result is rounded once.
     """
+    norm = copy.deepcopy(norm).double()
     assert norm.running_mean is not None
     assert norm.running_var is not None
-    scale = (norm.running_var.double() + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight.double()
-    shift = -norm.running_mean.double() * scale
-    if bias is not None:
-        shift = shift + bias.double() * scale
-    if norm.bias is not None:
-        shift = shift + norm.bias.double()
-    folded = weight.double() * scale.reshape(-1, 1, 1, 1)
+    more = (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
+    folded, shift = fuse_conv_bn_weights(weight.double(), None if bias is None else bias.double(), *more)
     # A pruned weight stays exactly +0, whatever the scale's sign.
-    return folded.masked_fill(weight == 0, 0.0).to(weight.dtype), shift.to(weight.dtype)
+    return folded.data.masked_fill(weight == 0, 0.0).to(weight.dtype), shift.data.to(weight.dtype)
 
 
 def _trace(module: nn.Module) -> fx.Graph | None:

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spartan.inference.cpu.ops import ACTIVATIONS, linear_torch
 from spartan.inference.gpu.tiles import Tiles, Tiling, pack, unpack
@@ -175,7 +175,7 @@ class DeviceLinear(InferenceLayer):
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
         super().__init__(activation)
         self.outputs, self.inputs = weight.shape
-        self.register_buffer("bias", weight.new_zeros(self.outputs) if bias is None else bias.detach().clone())
+        self.bias: Tensor = nn.Buffer(weight.new_zeros(self.outputs) if bias is None else bias.detach().clone())
 
     def part(self, x: Tensor, first: int, last: int) -> Tensor:
         """Outputs `first` to `last`, of all that are computed."""
@@ -207,20 +207,13 @@ class TileLinear(DeviceLinear):
         True
     """
 
-    tiles: Tensor
-    ins: Tensor
-    last: Tensor
-    outs: Tensor
-    starts: Tensor
-
     def __init__(
         self, weight: Tensor, bias: Tensor | None, tiling: Tiling, launch: Launch, activation: str = "none"
     ) -> None:
         super().__init__(weight, bias, activation)
         packed = pack(weight, tiling, span=max(1, launch.span // tiling.outputs))
-        for name in ("ins", "last", "outs", "starts"):
-            self.register_buffer(name, getattr(packed, name))
-        self.register_buffer("tiles", packed.weight)
+        self.tiles, self.ins, self.last = nn.Buffer(packed.weight), nn.Buffer(packed.ins), nn.Buffer(packed.last)
+        self.outs, self.starts = nn.Buffer(packed.outs), nn.Buffer(packed.starts)
         self.bias = self.bias.float()
         self.tiling, self.empties = tiling, packed.empties
         self.kernel = f"tiles {tiling}, {launch}"
@@ -268,7 +261,7 @@ class SemiStructuredLinear(DeviceLinear):
         if not two_of_four(weight):
             raise ValueError("weight: of every four along the input at most two may differ from zero")
         super().__init__(weight, bias, activation)
-        self.register_buffer("weight", weight.detach().clone())
+        self.weight = nn.Buffer(weight.detach().clone())
         self._packed: Tensor | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -288,5 +281,5 @@ class SemiStructuredLinear(DeviceLinear):
         if self._packed is None:
             with warnings.catch_warnings(action="ignore"):  # torch calls these tensors a prototype
                 self._packed = torch.sparse.to_sparse_semi_structured(self.weight)
-        y = torch.nn.functional.linear(x, self._packed, self.bias)
+        y = nn.functional.linear(x, self._packed, self.bias)
         return ACTIVATIONS[self.activation][1](y)
