@@ -89,13 +89,11 @@ def choose(support: Tensor, itemsize: float, dense: int, pattern: Pattern | None
         >>> str(choose(in_blocks, 4, 4 * 65536)[0])
         'gaps 3 16x16'
     """
-    total = support.numel()
-    rows, columns = matrix(support.shape)
-    flat = support.reshape(-1)
-    count = int(torch.count_nonzero(flat))
+    total, count = support.numel(), int(torch.count_nonzero(support))
     if count == total or count * itemsize + HEADER_BYTES >= dense:
         return None
-    kept = flat.nonzero().squeeze(1)
+    rows, columns = matrix(support.shape)
+    kept = support.reshape(-1).nonzero().squeeze(1)
     options = [_units(kept, total, itemsize, 1, 1)]
     if count:
         for h, w in _blocks(support.reshape(rows, columns), kept, pattern):

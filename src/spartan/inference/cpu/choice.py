@@ -57,14 +57,9 @@ def candidates(layer: DenseLinear | DenseConv2d, parts: int = 1) -> list[tuple[K
 def choose(
     layer: DenseLinear | DenseConv2d, shape: tuple[int, ...], dtype: torch.dtype, kernels: str, parts: int = 1
 ) -> tuple[Kernel | None, str]:
-    """The kernel for a layer and the reason, in a few words; None is torch's dense product.
+    """The kernel for inputs of this shape and type and the reason, in a few words; None is torch's dense product.
 
-    Args:
-        layer: holds the weight.
-        shape: of the input.
-        dtype: of the input.
-        kernels: "auto", or "sparse" to leave the dense product out.
-        parts: see `candidates`.
+    `kernels` is "auto", or "sparse" to leave the dense product out; `parts` is as for `candidates`.
     """
     zeros, options = layer.zeros, candidates(layer, parts)
     if library() is None:

@@ -56,8 +56,8 @@ class PackedMatrix:
         return self.values.shape[1]
 
 
-def _tiles(weight: Tensor, h: int, g: int) -> Tensor:
-    """[groups, h, runs, g], with zeros where the sides do not divide."""
+def in_blocks(weight: Tensor, h: int, g: int) -> Tensor:
+    """The matrix as [groups, h, runs, g], with zeros where the sides do not divide."""
     outputs, inputs = weight.shape
     padded = F.pad(weight, (0, -inputs % g, 0, -outputs % h))
     return padded.reshape(padded.shape[0] // h, h, padded.shape[1] // g, g)
@@ -73,7 +73,7 @@ def pack(weight: Tensor, h: int, g: int) -> PackedMatrix:
         >>> bool((unpack(packed) == torch.eye(4)).all())
         True
     """
-    tiles = _tiles(weight.detach().float().cpu(), h, g)
+    tiles = in_blocks(weight.detach().float().cpu(), h, g)
     # NaN counts: it is not zero.
     group, run = (tiles != 0).any(3).any(1).nonzero(as_tuple=True)
     counts = torch.bincount(group, minlength=tiles.shape[0])
@@ -100,7 +100,7 @@ def stored(weight: Tensor, h: int, g: int) -> int:
         >>> stored(torch.eye(4), 1, 1), stored(torch.eye(4), 4, 1)
         (4, 16)
     """
-    return int((_tiles(weight, h, g) != 0).any(3).any(1).sum()) * h * g
+    return int((in_blocks(weight, h, g) != 0).any(3).any(1).sum()) * h * g
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spartan.inference.cpu.ops import in_blocks
+
 # More rows of blocks than this are grouped by their number of blocks alone.
 CLUSTER_ROWS = 2048
 # Writing a group's outputs takes about as long as this many steps.
@@ -78,9 +80,7 @@ def blocks_of(nonzero: Tensor, p: int, q: int) -> Tensor:
         >>> blocks_of(torch.eye(3) != 0, 2, 2).tolist()
         [[True, False], [False, True]]
     """
-    outputs, inputs = nonzero.shape
-    padded = F.pad(nonzero, (0, -inputs % q, 0, -outputs % p))
-    return padded.reshape(padded.shape[0] // p, p, -1, q).any(3).any(1)
+    return in_blocks(nonzero, p, q).any(3).any(1)
 
 
 def group_rows(keep: Tensor, size: int) -> Tensor:
@@ -93,8 +93,7 @@ def group_rows(keep: Tensor, size: int) -> Tensor:
         >>> group_rows(keep, 2).tolist()
         [[1, 3], [0, 2]]
     """
-    rows = len(keep)
-    keep = keep.cpu()
+    keep, rows = keep.cpu(), len(keep)
     order = keep.sum(1).argsort(descending=True, stable=True)
     order = torch.cat((order, torch.full((-rows % size,), rows)))
     if size == 1 or rows <= size or rows > CLUSTER_ROWS:
@@ -155,8 +154,7 @@ def pack(weight: Tensor, tiling: Tiling, span: int) -> Tiles:
     groups, columns = plan(keep, tiling)
     counts = -(-columns.sum(1) // parts)
     filled = int((counts > 0).sum())
-    chunks = max(1, -(-filled // span)) if filled else 1
-    dealt = deal(counts.tolist(), chunks)
+    dealt = deal(counts.tolist(), chunks=max(1, -(-filled // span)))
     order = torch.tensor([g for chunk in dealt for g in chunk], dtype=torch.int64)
     groups = torch.cat((groups[order], groups[counts == 0]))
     counts, columns = counts[order], columns[order]
