@@ -143,12 +143,9 @@ def lay_out_conv(conv: Conv, packed: PackedMatrix, height: int, width: int, dtyp
     pointwise = conv.kernel == conv.stride == (1, 1) and conv.padding == (0, 0)
     if pointwise:  # one long row: no columns to drop
         height, width, out_h, out_w = 1, height * width, 1, out_h * out_w
-    shifts, phases, rests = [], [], []
-    for k, s, d in zip(conv.kernel, conv.stride, conv.dilation, strict=True):
-        taps = torch.arange(k) * d
-        shifts.append(taps // s)
-        rests.append(taps % s)
-        phases.append(int(rests[-1].max()) + 1)
+    steps = [torch.arange(k) * d for k, d in zip(conv.kernel, conv.dilation, strict=True)]
+    shifts, rests = zip(*((step // s, step % s) for step, s in zip(steps, conv.stride, strict=True)), strict=True)
+    phases = [int(rest.max()) + 1 for rest in rests]
     rows_q, pitch = out_h + int(shifts[0].max()), out_w + int(shifts[1].max())
     direct = pointwise and dtype == torch.float32 and width % 16 == 0
     plane = phases[0] * phases[1] * rows_q * pitch
@@ -190,9 +187,8 @@ def linear(kind: str, x: Tensor, packed: PackedMatrix, places: Tensor, bias: Ten
         activation: a key of `ACTIVATIONS`.
     """
     y = x.new_empty(*x.shape[:-1], packed.outputs)
-    sizes = [x.numel() // packed.inputs, packed.inputs, packed.outputs, packed.h]
-    sizes += [packed.g] if kind == "rows" else []
-    _run(f"spartan_linear_{kind}", x, (y, bias, packed.starts, places, packed.values), sizes, activation)
+    sizes = [kind == "rows", x.numel() // packed.inputs, packed.inputs, packed.outputs, packed.h, packed.g]
+    _run("spartan_linear", x, (y, bias, packed.starts, places, packed.values), sizes, activation)
     return y
 
 
