@@ -21,11 +21,9 @@ from spartan.zoo import WRN, Shape, build_model
 Shapes = Mapping[str, tuple[int, ...]]
 
 # Arguments that a file may set. Those that load weights, fetch or name classes are not among them.
-_SIZES = {
-    *("num_classes", "in_chans", "img_size", "image_size", "patch_size", "num_heads", "hidden_dim", "mlp_dim"),
-    *("embed_dim", "groups", "width_per_group"),
-}
-_COUNTS = {"depth", "num_layers"}
+_DEPTHS = {"depth", "num_layers"}
+_SIZES = {"num_classes", "in_chans", "img_size", "image_size", "patch_size", "num_heads", "hidden_dim", "mlp_dim"}
+_SIZES |= {"embed_dim", "groups", "width_per_group", *_DEPTHS}
 _RATES = {"drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate", "dropout", "attention_dropout"}
 _RATES |= {"stochastic_depth_prob", "mlp_ratio"}
 _NAME = re.compile(r"(torchvision/|timm/)?[A-Za-z0-9_.-]+")
@@ -99,7 +97,7 @@ def _why_unsafe(reference: Mapping[str, Any]) -> str | None:
     if ":" in str(reference.get("model")):
         return "names a function, which is not called on a file's word"
     arguments = reference.get("args", {})
-    unknown = sorted(set(arguments) - _SIZES - _COUNTS - _RATES) if isinstance(arguments, Mapping) else ["args"]
+    unknown = sorted(set(arguments) - _SIZES - _RATES) if isinstance(arguments, Mapping) else ["args"]
     return f"sets {', '.join(unknown)[:80]}, which a file may not" if unknown else None
 
 
@@ -113,7 +111,7 @@ def _parse_reference(reference: Mapping[str, Any], tensors: int) -> tuple[str, i
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise Unbuildable(f"{ascii(name)[:80]} is not a name of a model")
     sizes = [classes, *(shape if isinstance(shape, list | tuple) else [None])]
-    sizes += [value for key, value in arguments.items() if key in _SIZES | _COUNTS]
+    sizes += [value for key, value in arguments.items() if key in _SIZES]
     rates = [value for key, value in arguments.items() if key in _RATES]
     if len(sizes) < 4 or len(shape) != 3 or not all(type(n) is int and 0 <= n < 1 << 24 for n in sizes):
         raise Unbuildable(f"{name} has arguments that are not sizes")
@@ -121,7 +119,7 @@ def _parse_reference(reference: Mapping[str, Any], tensors: int) -> tuple[str, i
         raise Unbuildable(f"{name} has arguments that are not rates")
     # A layer has a tensor at least: more layers than tensors do not fit, and would take long to build.
     wrn = WRN.fullmatch(name)
-    depths = [value for key, value in arguments.items() if key in _COUNTS] + ([int(wrn[1])] if wrn else [])
+    depths = [value for key, value in arguments.items() if key in _DEPTHS] + ([int(wrn[1])] if wrn else [])
     if max(depths, default=0) > tensors or (wrn and len(name) > 20):
         raise Unbuildable(f"{name} has more layers than the file has tensors")
     return name, classes, (shape[0], shape[1], shape[2]), dict(arguments)

@@ -175,10 +175,9 @@ def _restore_unused(holder: nn.ModuleDict, given: dict[str, Any], shapes: Mappin
     for name, was in given.items():
         module = holder.get_submodule(name)
         if isinstance(module, PatchConv):
-            if told := _faster_patches(module, was, shapes.get(id(module))):
-                linear = module.linear
-                linear.why = told if linear.kernel == "dense" else f"{linear.why}; {told}"
-            else:
+            linear, told = module.linear, _faster_patches(module, was, shapes.get(id(module)))
+            linear.why = told if linear.kernel == "dense" else f"{linear.why}; {told}"
+            if not told:
                 replace_module(holder, name, was)
         elif _is_sparse(module) or not all(map(_on_gpu, module.state_dict().values())):
             continue

@@ -191,8 +191,6 @@ _RULES: dict[str, Callable[..., list[_Work]]] = {
     )
     for name in names.split()
 }
-# What `+` and `*` call.
-_OPERATORS = (Tensor.add, Tensor.mul)
 
 
 class _Counter(TorchFunctionMode):
@@ -211,7 +209,7 @@ class _Counter(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         op = getattr(func, "__name__", "").removesuffix("_with_indices")
-        if op in _RULES and func not in _OPERATORS:
+        if op in _RULES and func not in (Tensor.add, Tensor.mul):  # which `+` and `*` call
             self._record(op, _RULES[op](out, *args, **kwargs))
         return out
 
