@@ -62,11 +62,7 @@ def _kernel() -> ModuleType | None:
 def interpreted() -> bool:
     """Whether Triton interprets kernels, so that they run on a CPU."""
     module = _kernel()
-    if module is None:
-        return False
-    import triton
-
-    return not isinstance(module.tile_linear_kernel, triton.runtime.JITFunction)
+    return module is not None and not isinstance(module.tile_linear_kernel, module.triton.runtime.JITFunction)
 
 
 def available(device: torch.device) -> bool:
@@ -76,49 +72,31 @@ def available(device: torch.device) -> bool:
 
 def status() -> str:
     """One line: whether the kernels can run here, or why not."""
-    if _kernel() is None:
+    module = _kernel()
+    if module is None:
         return "plain torch: Triton is not installed"
-    if interpreted():
-        return "Triton, interpreted"
-    import triton
-
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
-    return f"Triton {triton.__version__} on {where}"
+    return "Triton, interpreted" if interpreted() else f"Triton {module.triton.__version__} on {where}"
 
 
-def run(
-    x: Tensor,
-    weight: Tensor,
-    ins: Tensor,
-    last: Tensor,
-    outs: Tensor,
-    starts: Tensor,
-    bias: Tensor,
-    outputs: int,
-    empties: int,
-    tiling: list[int],
-    launch: list[int],
-    activation: str,
-) -> Tensor:
+def run(x: Tensor, buffers: list[Tensor], sizes: list[int], launch: list[int], activation: str) -> Tensor:
     """act(x Wᵀ + b).
 
     Where the kernel cannot run (no Triton, or a CPU), the dense product does the same, slowly: the weight is unpacked first.
 
     Args:
         x: [..., inputs]; float32, bfloat16 or float16.
-        weight, ins, last, outs, starts, empties: as in `Tiles`; the weight of x's type.
-        bias: float32, one an output.
-        outputs: how many.
-        tiling: the four numbers of `Tiling`.
+        buffers: weight (of x's type), ins, last, outs and starts, as in `Tiles`; and the bias, float32, one an output.
+        sizes: outputs, empties and the four numbers of `Tiling`.
         launch: tokens, warps, stages and the place of the loads in `LOADS`.
         activation: a key of `spartan.inference.cpu.ops.ACTIVATIONS`.
     """
     inputs, module = x.shape[-1], _kernel()
+    weight, ins, last, outs, starts, bias = buffers
+    outputs, empties, tile_n, tile_k, p, q = sizes
     if module is None or not available(x.device):
-        dense = unpack(Tiles(weight, ins, last, outs, starts, empties, Tiling(*tiling), (outputs, inputs)))
+        dense = unpack(Tiles(weight, ins, last, outs, starts, empties, Tiling(*sizes[2:]), (outputs, inputs)))
         return linear_torch(x, dense, bias, activation)
-    import triton
-
     y = x.new_empty(*x.shape[:-1], outputs)
     tokens = x.numel() // inputs
     if tokens == 0 or outputs == 0:
@@ -126,7 +104,6 @@ def run(
     rows = x.reshape(-1, inputs)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    tile_n, tile_k, p, q = tiling
     tile_m, warps, stages, loads = launch
     chunks, stride = starts.numel() - 1, rows.stride(0)
     tma = LOADS[loads].startswith("tma") and q == tile_k and tokens > 1
@@ -145,7 +122,7 @@ def run(
     # float32 as torch's own product would take it: in three parts unless TF32 was asked for.
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     with torch.cuda.device(x.device.index if x.is_cuda else -1):
-        module.tile_linear_kernel[(triton.cdiv(tokens, tile_m) * chunks,)](
+        module.tile_linear_kernel[(-(-tokens // tile_m) * chunks,)](
             *(given[0], given[1], bias, ins, last, outs, starts, given[2]),
             *(tokens, inputs, outputs, stride, outputs, chunks, outs.shape[0], empties),
             *(tile_m, tile_n, tile_k, p, q, activation, "tf32x3" if exact else "tf32", tma, tma_out),
@@ -161,10 +138,8 @@ tile_linear = torch.library.custom_op("spartan::tile_linear", run, mutates_args=
 
 
 @tile_linear.register_fake
-def _fake(
-    x: Tensor, weight: Tensor, ins: Tensor, last: Tensor, outs: Tensor, starts: Tensor, bias: Tensor, n: int, *_: Any
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], n)
+def _fake(x: Tensor, buffers: list[Tensor], sizes: list[int], *_: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], sizes[0])
 
 
 class DeviceLinear(InferenceLayer):
@@ -217,7 +192,7 @@ class TileLinear(DeviceLinear):
         self.bias = self.bias.float()
         self.tiling, self.empties = tiling, packed.empties
         self.kernel = f"tiles {tiling}, {launch}"
-        self._tiling = [tiling.outputs, tiling.inputs, tiling.p, tiling.q]
+        self._sizes = [self.outputs, self.empties, tiling.outputs, tiling.inputs, tiling.p, tiling.q]
         self._launch = [launch.tokens, launch.warps, launch.stages, LOADS.index(launch.loads)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -238,8 +213,8 @@ class TileLinear(DeviceLinear):
         # Outside a graph the dispatcher would only add to the time of the launch.
         call: Callable[..., Tensor] = tile_linear if torch.compiler.is_compiling() else run
         tiles = self.tiles if self.tiles.dtype == x.dtype else self.tiles.to(x.dtype)
-        buffers = (self.ins, self.last, self.outs, self.starts, self.bias)
-        return call(x, tiles, *buffers, self.outputs, self.empties, self._tiling, self._launch, self.activation)
+        buffers = [tiles, self.ins, self.last, self.outs, self.starts, self.bias]
+        return call(x, buffers, self._sizes, self._launch, self.activation)
 
 
 def two_of_four(weight: Tensor) -> bool:
