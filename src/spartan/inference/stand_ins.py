@@ -101,15 +101,12 @@ class Attention(nn.Module):
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, like: Tensor) -> Tensor | None:
         """Both masks as one to add to the scores [images, heads, queries, keys]; True stands for −∞."""
-        mask = None
-        if attn_mask is not None:
-            mask = _additive(attn_mask, like)
-            if mask.dim() == 3:
-                mask = mask.unflatten(0, (-1, self.num_heads))
+        if attn_mask is not None and attn_mask.dim() == 3:
+            attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
         if padding is not None:
-            padding = _additive(padding if padding.dim() == 2 else padding[None], like)[:, None, None, :]
-            mask = padding if mask is None else mask + padding
-        return mask
+            padding = torch.atleast_2d(padding)[:, None, None, :]
+        masks = [_additive(mask, like) for mask in (attn_mask, padding) if mask is not None]
+        return sum(masks[1:], masks[0]) if masks else None
 
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:

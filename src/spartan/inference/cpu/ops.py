@@ -34,14 +34,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass
 class PackedMatrix:
-    """A matrix of `outputs` × `inputs` in groups of h rows and runs of g columns.
+    """A matrix of `outputs` × `inputs` in groups of h rows and runs of g columns."""
 
-    starts: int32, groups + 1; runs: int32, the number of each entry's run of columns; values: float32 [entries, g, h].
-    """
-
-    starts: Tensor
-    runs: Tensor
-    values: Tensor
+    starts: Tensor  # int32, groups + 1
+    runs: Tensor  # int32, the number of each entry's run of columns
+    values: Tensor  # float32 [entries, g, h]
     outputs: int
     inputs: int
 

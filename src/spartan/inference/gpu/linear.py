@@ -29,21 +29,13 @@ LOADS = ("async", "tma", "l1", "tma in")
 
 @dataclass(frozen=True)
 class Launch:
-    """How the kernel is run.
+    """How the kernel is run."""
 
-    Args:
-        tokens: of one program.
-        warps: of one program.
-        stages: how many tiles are on their way at a time.
-        span: about how many outputs a program computes, one group after the other.
-        loads: one of `LOADS`. "tma" and "tma in" need q = inputs and 16-byte strides; else "async" is used.
-    """
-
-    tokens: int
-    warps: int
-    stages: int
-    span: int
-    loads: str
+    tokens: int  # of one program
+    warps: int  # of one program
+    stages: int  # how many tiles are on their way at a time
+    span: int  # about how many outputs a program computes, one group after the other
+    loads: str  # one of `LOADS`; "tma" and "tma in" need q = inputs and 16-byte strides, else "async" is used
 
     def __str__(self) -> str:
         return f"{self.loads} {self.tokens} tokens, {self.warps} warps, {self.stages} stages, {self.span} outputs"
@@ -133,7 +125,7 @@ def run(x: Tensor, buffers: list[Tensor], sizes: list[int], launch: list[int], a
     return y
 
 
-# The same as an operator that `torch.compile` takes as it is. Outside a graph the dispatcher would only add to the launch.
+# The same as an operator that `torch.compile` takes as it is.
 tile_linear = torch.library.custom_op("spartan::tile_linear", run, mutates_args=())
 
 

@@ -49,28 +49,16 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Tiles:
-    """A packed weight.
+    """A packed weight; all but the weight itself is int32. (The kernel reads `ins` and `last` one step ahead.)"""
 
-    Args:
-        weight: [steps, inputs, outputs] of the tiling; at least one step, which may go unused.
-        ins: int32 [steps + 1, inputs / q], the column of blocks of each part; one beyond the last fills a step up. The
-            kernel reads one step ahead.
-        last: int32 [steps + 1], the group that a step completes, else −1.
-        outs: int32 [groups, outputs / p], the row of blocks of each part; one beyond the last fills a group up.
-        starts: int32 [chunks + 1], the first step of each chunk.
-        empties: how many groups, at the end, have no step.
-        tiling: sizes of tiles and blocks.
-        shape: of the dense weight, outputs × inputs.
-    """
-
-    weight: Tensor
-    ins: Tensor
-    last: Tensor
-    outs: Tensor
-    starts: Tensor
-    empties: int
+    weight: Tensor  # [steps, inputs, outputs] of the tiling; at least one step, which may go unused
+    ins: Tensor  # [steps + 1, inputs / q], the column of blocks of each part; one beyond the last fills a step up
+    last: Tensor  # [steps + 1], the group that a step completes, else −1
+    outs: Tensor  # [groups, outputs / p], the row of blocks of each part; one beyond the last fills a group up
+    starts: Tensor  # [chunks + 1], the first step of each chunk
+    empties: int  # how many groups, at the end, have no step
     tiling: Tiling
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # of the dense weight, outputs × inputs
 
 
 def blocks_of(nonzero: Tensor, p: int, q: int) -> Tensor:
