@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spartan.wording import one_line
 from spartan.zoo import WRN, Shape, build_model
@@ -79,8 +79,7 @@ def build(reference: Mapping[str, Any], shapes: Shapes, real: bool = True) -> nn
         with torch.random.fork_rng(devices=[]):
             with torch.device("meta"):
                 model = build_model(name, classes, shape, arguments)
-            difference = differences({key: tuple(t.shape) for key, t in model.state_dict().items()}, shapes)
-            if difference:
+            if difference := differences(model.state_dict(), shapes):
                 raise Unbuildable(f"{name} {difference}")
             if real:
                 with torch.device("cpu"):
@@ -103,8 +102,7 @@ def _why_unsafe(reference: Mapping[str, Any]) -> str | None:
 
 def _parse_reference(reference: Mapping[str, Any], tensors: int) -> tuple[str, int, Shape, dict[str, Any]]:
     """The parts of a reference, each of its type and within what a model of so many tensors can need."""
-    reason = _why_unsafe(reference)
-    if reason:
+    if reason := _why_unsafe(reference):
         raise Unbuildable(f"the reference {reason}")
     name, arguments = reference.get("model"), reference.get("args", {})
     classes, shape = reference.get("classes", 1000), reference.get("shape", (3, 224, 224))
@@ -125,13 +123,13 @@ def _parse_reference(reference: Mapping[str, Any], tensors: int) -> tuple[str, i
     return name, classes, (shape[0], shape[1], shape[2]), dict(arguments)
 
 
-def differences(model: Shapes, file: Shapes) -> str | None:
-    """The first difference between a model's shapes and a file's, in words; None if there is none."""
+def differences(model: Mapping[str, Tensor], file: Shapes) -> str | None:
+    """The first difference between a model's tensors and a file's shapes, in words; None if there is none."""
     if more := [key for key in model if key not in file]:
         return f"has {len(more)} tensors that the file lacks, such as {more[0]}"
     if fewer := [key for key in file if key not in model]:
         return f"lacks {len(fewer)} tensors that the file has, such as {fewer[0]}"
     for key, shape in file.items():
-        if model[key] != shape:
-            return f"has {key} of shape {model[key]}, and the file of {shape}"
+        if model[key].shape != shape:
+            return f"has {key} of shape {tuple(model[key].shape)}, and the file of {shape}"
     return None

@@ -94,9 +94,6 @@ def count_of(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
-# ---------------------------------------------------------------------- writing
-
-
 def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
     """Write contiguous tensors on the CPU, and strings to go with them, whole or not at all; the file's size in bytes."""
     _check_machine()
@@ -123,9 +120,6 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         kept = "; the file that was there is unchanged" if path.is_file() else ""
         raise RuntimeError(f"{path} could not be written: {error.strerror or error}{kept}") from error
     return 8 + len(text) + end
-
-
-# ---------------------------------------------------------------------- reading
 
 
 def read(path: Path | str) -> Container:

@@ -219,8 +219,7 @@ def _check_fit(contents: Contents, model: nn.Module) -> None:
     """Refuse a file whose tensors are not the model's."""
     state = {clean_name(name): tensor for name, tensor in model.state_dict().items()}
     path = contents.container.path
-    difference = differences({name: tuple(t.shape) for name, t in state.items()}, contents.shapes)
-    if difference:
+    if difference := differences(state, contents.shapes):
         raise ValueError(f"{path} does not fit the model, which {difference}")
     for name, tensor in state.items():
         dtype = contents.specs[contents.aliases.get(name, name)].dtype

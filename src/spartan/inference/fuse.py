@@ -132,9 +132,9 @@ class _Rewrite:
         replace_module(self.owner, str(node.target), layer)
         source = node.args[0]
         if self.rewritable and after is not None and self.is_sum(after) and isinstance(source, fx.Node):
-            other = next(a for a in after.args if a is not node)
+            other, order = next(a for a in after.args if a is not node), list(self.graph.nodes)
             # The call moves down to the sum: its input must not be touched in between.
-            if len(source.users) == 1 or list(self.graph.nodes).index(other) < list(self.graph.nodes).index(node):
+            if len(source.users) == 1 or order.index(other) < order.index(node):
                 with self.graph.inserting_before(after):
                     fused = self.graph.call_module(str(node.target), (source,), {"residual": other})
                 after.replace_all_uses_with(fused)

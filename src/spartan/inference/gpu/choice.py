@@ -142,6 +142,7 @@ def choose(
     return fastest(named, zeros, shape, measured(case, lambda: measure(layer, shape, dtype, named), named))
 
 
+@torch.inference_mode()
 def measure(
     layer: DenseLinear, shape: tuple[int, ...], dtype: torch.dtype, kernels: dict[str, TileKernel | str | None]
 ) -> dict[str, float]:
@@ -149,20 +150,19 @@ def measure(
 
     Launches are not counted: whether the device has to wait for them shows in the whole model only.
     """
-    with torch.inference_mode():
-        x = torch.randn(shape, device=layer.weight.device).to(dtype)
-        expected = layer(x)
-        runs: dict[str, Callable[[Tensor], Tensor]] = {}
-        for name, kernel in kernels.items():
-            try:
-                run = layer if kernel is None else build(layer, kernel)
-                close(run(x), expected)
-                runs[name] = run
-            except torch.AcceleratorError:  # the device is lost: nothing else would run
-                raise
-            except Exception:  # out of shared memory or registers, not compiled, not this shape: then another one
-                continue
-        return dict.fromkeys(kernels, math.inf) | timed(runs, x)
+    x = torch.randn(shape, device=layer.weight.device).to(dtype)
+    expected = layer(x)
+    runs: dict[str, Callable[[Tensor], Tensor]] = {}
+    for name, kernel in kernels.items():
+        try:
+            run = layer if kernel is None else build(layer, kernel)
+            close(run(x), expected)
+            runs[name] = run
+        except torch.AcceleratorError:  # the device is lost: nothing else would run
+            raise
+        except Exception:  # out of shared memory or registers, not compiled, not this shape: then another one
+            continue
+    return dict.fromkeys(kernels, math.inf) | timed(runs, x)
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -217,16 +217,15 @@ def graph_of(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 def is_faster(fast: Callable[[], object], plain: Callable[[], object]) -> bool:
     """Whether a model is done sooner than another one, called as it is, launches included."""
-    times: dict[Callable[[], object], float] = {fast: math.inf, plain: math.inf}
-    with torch.inference_mode():
-        for _ in range(ROUNDS + 1):
-            for run in times:
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(3):
-                    run()
-                torch.cuda.synchronize()
-                times[run] = min(times[run], time.perf_counter() - start)
+    times = {fast: math.inf, plain: math.inf}
+    for _ in range(ROUNDS + 1):
+        for run in times:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(3):
+                run()
+            torch.cuda.synchronize()
+            times[run] = min(times[run], time.perf_counter() - start)
     return times[fast] < times[plain]
 
 
