@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import statistics
 import time
@@ -180,19 +181,16 @@ def timed(runs: Mapping[str, Callable[[Tensor], Tensor]], x: Tensor) -> dict[str
     """
     count, rounds = (CALLS, ROUNDS) if x.is_cuda else (1, 1)  # in Triton's interpreter times mean little
 
-    def several(run: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
-        def calls() -> Tensor:
-            for _ in range(count):
-                y = run(x)
-            return y
+    def several(run: Callable[[Tensor], Tensor]) -> Tensor:
+        for _ in range(count):
+            y = run(x)
+        return y
 
-        if x.is_cuda:
-            with contextlib.suppress(RuntimeError):  # it cannot be captured, or there is no memory: then with launches
-                return graph_of(calls)
-            torch.cuda.synchronize()
-        return calls
-
-    calls = {name: several(run) for name, run in runs.items()}
+    calls: dict[str, Callable[[], Tensor]] = {name: functools.partial(several, run) for name, run in runs.items()}
+    for name in calls if x.is_cuda else ():
+        with contextlib.suppress(RuntimeError):  # it cannot be captured, or there is no memory: then with launches
+            calls[name] = graph_of(calls[name])
+        torch.cuda.synchronize()
     turns = [{name: _seconds(call, x.is_cuda) for name, call in calls.items()} for _ in range(rounds + 1)]
     return {name: statistics.median_high(turn[name] for turn in turns[1:]) / count for name in runs}
 
