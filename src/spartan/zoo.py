@@ -48,16 +48,14 @@ def build_model(
         return _timm_model(inner, classes, shape, arguments)
     if ":" in name:
         return _users_model(name, {"classes": classes, **arguments})
-    wrn = WRN.fullmatch(name)
-    if name not in ("digits-cnn", "resnet18-cifar") and wrn is None:
-        known = ["digits-cnn", "wrn-22-2", "resnet18-cifar", "torchvision/resnet50", "timm/vit_small_patch16_224"]
-        ours = "digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, torchvision/NAME, timm/NAME, module:function"
-        raise ValueError(f"model: {name!r} is unknown{nearest(name, known)}; accepted: {ours}")
+    wrn, ours = WRN.fullmatch(name), {"digits-cnn": digits_cnn, "resnet18-cifar": resnet18_cifar}
+    if name not in ours and wrn is None:
+        known = [*ours, "wrn-22-2", "torchvision/resnet50", "timm/vit_small_patch16_224"]
+        accepted = "digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, torchvision/NAME, timm/NAME, module:function"
+        raise ValueError(f"model: {name!r} is unknown{nearest(name, known)}; accepted: {accepted}")
     if arguments:
         raise ValueError(f"model_args: {', '.join(arguments)}: {name} takes no arguments")
-    if wrn is not None:
-        return WideResNet(int(wrn[1]), int(wrn[2]), classes, shape[0])
-    return digits_cnn(classes, shape[0]) if name == "digits-cnn" else resnet18_cifar(classes, shape[0])
+    return WideResNet(int(wrn[1]), int(wrn[2]), classes, shape[0]) if wrn else ours[name](classes, shape[0])
 
 
 def digits_cnn(classes: int = 10, channels: int = 1) -> nn.Sequential:
@@ -142,12 +140,11 @@ def _torchvision_model(name: str, classes: int, shape: Shape, given: dict[str, A
         )
     arguments: dict[str, Any] = {"num_classes": classes}
     if name.startswith("vit_"):
-        arguments |= {} if shape[1] == 224 else {"image_size": shape[1]}
+        arguments["image_size"] = shape[1]
         if given.keys() & VIT_SIZES.keys():
             with torch.device("meta"):
                 named = models.get_model(name)
-            sizes = {key: size(named) for key, size in VIT_SIZES.items()}
-            arguments = {"image_size": shape[1], **sizes, **arguments}
+            arguments |= {key: size(named) for key, size in VIT_SIZES.items()}
             return _call(models.VisionTransformer, f"torchvision/{name}", arguments, given)
     if name in ("googlenet", "inception_v3"):
         # auxiliary classifiers would make the output a tuple; leaving the other to its default warns
@@ -195,9 +192,6 @@ def _call(function: Callable[..., nn.Module], name: str, arguments: dict[str, An
         raise ValueError(f"model: {name} cannot be built{told}: {one_line(error)}") from error
 
 
-_declarations: list[torch.library.Library] = []  # a declaration lasts as long as its library object
-
-
 def torchvision() -> ModuleType:
     """The torchvision module, also beside a CPU build of torch; ValueError where it is not installed.
 
@@ -209,10 +203,8 @@ def torchvision() -> ModuleType:
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
             raise
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    _declarations.append(library)
     for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     return _installed("torchvision")
 
 

@@ -152,8 +152,8 @@ def test_rows_with_the_same_blocks_meet() -> None:
 def test_the_operator() -> None:
     layer = TileLinear(matrix(96, 64, 32, 32).to(DEVICE), None, Tiling(32, 32, 32, 32), LAUNCH, "gelu")
     x = torch.randn(3, 7, 64, device=DEVICE)
-    buffers = (layer.ins, layer.last, layer.outs, layer.starts, layer.bias)
-    args = (x, layer.tiles, *buffers, 96, layer.empties, layer._tiling, layer._launch, "gelu")
+    buffers = [layer.tiles, layer.ins, layer.last, layer.outs, layer.starts, layer.bias]
+    args = (x, buffers, [96, layer.empties, 32, 32, 32, 32], layer._launch, "gelu")
     torch.library.opcheck(linear.tile_linear, args)
     assert torch.equal(linear.tile_linear(*args), layer(x))
 

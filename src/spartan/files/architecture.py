@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spartan.wording import one_line
 from spartan.zoo import WRN, Shape, build_model
@@ -21,11 +21,9 @@ from spartan.zoo import WRN, Shape, build_model
 Shapes = Mapping[str, tuple[int, ...]]
 
 # Arguments that a file may set. Those that load weights, fetch or name classes are not among them.
-_SIZES = {
-    *("num_classes", "in_chans", "img_size", "image_size", "patch_size", "num_heads", "hidden_dim", "mlp_dim"),
-    *("embed_dim", "groups", "width_per_group"),
-}
-_COUNTS = {"depth", "num_layers"}
+_DEPTHS = {"depth", "num_layers"}
+_SIZES = {"num_classes", "in_chans", "img_size", "image_size", "patch_size", "num_heads", "hidden_dim", "mlp_dim"}
+_SIZES |= {"embed_dim", "groups", "width_per_group", *_DEPTHS}
 _RATES = {"drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate", "dropout", "attention_dropout"}
 _RATES |= {"stochastic_depth_prob", "mlp_ratio"}
 _NAME = re.compile(r"(torchvision/|timm/)?[A-Za-z0-9_.-]+")
@@ -81,8 +79,7 @@ def build(reference: Mapping[str, Any], shapes: Shapes, real: bool = True) -> nn
         with torch.random.fork_rng(devices=[]):
             with torch.device("meta"):
                 model = build_model(name, classes, shape, arguments)
-            difference = differences({key: tuple(t.shape) for key, t in model.state_dict().items()}, shapes)
-            if difference:
+            if difference := differences(model.state_dict(), shapes):
                 raise Unbuildable(f"{name} {difference}")
             if real:
                 with torch.device("cpu"):
@@ -99,21 +96,20 @@ def _why_unsafe(reference: Mapping[str, Any]) -> str | None:
     if ":" in str(reference.get("model")):
         return "names a function, which is not called on a file's word"
     arguments = reference.get("args", {})
-    unknown = sorted(set(arguments) - _SIZES - _COUNTS - _RATES) if isinstance(arguments, Mapping) else ["args"]
+    unknown = sorted(set(arguments) - _SIZES - _RATES) if isinstance(arguments, Mapping) else ["args"]
     return f"sets {', '.join(unknown)[:80]}, which a file may not" if unknown else None
 
 
 def _parse_reference(reference: Mapping[str, Any], tensors: int) -> tuple[str, int, Shape, dict[str, Any]]:
     """The parts of a reference, each of its type and within what a model of so many tensors can need."""
-    reason = _why_unsafe(reference)
-    if reason:
+    if reason := _why_unsafe(reference):
         raise Unbuildable(f"the reference {reason}")
     name, arguments = reference.get("model"), reference.get("args", {})
     classes, shape = reference.get("classes", 1000), reference.get("shape", (3, 224, 224))
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise Unbuildable(f"{ascii(name)[:80]} is not a name of a model")
     sizes = [classes, *(shape if isinstance(shape, list | tuple) else [None])]
-    sizes += [value for key, value in arguments.items() if key in _SIZES | _COUNTS]
+    sizes += [value for key, value in arguments.items() if key in _SIZES]
     rates = [value for key, value in arguments.items() if key in _RATES]
     if len(sizes) < 4 or len(shape) != 3 or not all(type(n) is int and 0 <= n < 1 << 24 for n in sizes):
         raise Unbuildable(f"{name} has arguments that are not sizes")
@@ -121,19 +117,19 @@ def _parse_reference(reference: Mapping[str, Any], tensors: int) -> tuple[str, i
         raise Unbuildable(f"{name} has arguments that are not rates")
     # A layer has a tensor at least: more layers than tensors do not fit, and would take long to build.
     wrn = WRN.fullmatch(name)
-    depths = [value for key, value in arguments.items() if key in _COUNTS] + ([int(wrn[1])] if wrn else [])
+    depths = [value for key, value in arguments.items() if key in _DEPTHS] + ([int(wrn[1])] if wrn else [])
     if max(depths, default=0) > tensors or (wrn and len(name) > 20):
         raise Unbuildable(f"{name} has more layers than the file has tensors")
     return name, classes, (shape[0], shape[1], shape[2]), dict(arguments)
 
 
-def differences(model: Shapes, file: Shapes) -> str | None:
-    """The first difference between a model's shapes and a file's, in words; None if there is none."""
+def differences(model: Mapping[str, Tensor], file: Shapes) -> str | None:
+    """The first difference between a model's tensors and a file's shapes, in words; None if there is none."""
     if more := [key for key in model if key not in file]:
         return f"has {len(more)} tensors that the file lacks, such as {more[0]}"
     if fewer := [key for key in file if key not in model]:
         return f"lacks {len(fewer)} tensors that the file has, such as {fewer[0]}"
     for key, shape in file.items():
-        if model[key] != shape:
-            return f"has {key} of shape {model[key]}, and the file of {shape}"
+        if model[key].shape != shape:
+            return f"has {key} of shape {tuple(model[key].shape)}, and the file of {shape}"
     return None

@@ -22,12 +22,8 @@ SAMPLE_ROWS, SAMPLE_COLUMNS = 128, 1024
 SLACK = 1.25
 _SIDES = (1, 2, 4, 8, 16, 32, 64)
 _GROUPS = (2, 4, 8, 16)
-_NUMBER = "[0-9]{1,18}"
-_TEXT = re.compile(
-    rf"(?:(?P<name>mask)|(?P<gaps>gaps) (?P<k>{_NUMBER}))(?: (?P<h>{_NUMBER})x(?P<w>{_NUMBER}))?"
-    rf"|(?P<nm>nm) (?P<n>{_NUMBER}):(?P<m>{_NUMBER})(?P<last> inputs last)?"
-)
-_DEFAULTS = {"k": 0, "h": 1, "w": 1, "n": 0, "m": 0}
+_NUMBER = "([0-9]{1,18})"
+_TEXT = re.compile(rf"(mask|gaps {_NUMBER})(?: {_NUMBER}x{_NUMBER})?|nm {_NUMBER}:{_NUMBER}( inputs last)?")
 
 
 @dataclass(frozen=True)
@@ -64,8 +60,8 @@ class Code:
         found = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if found is None:
             raise ValueError(f"there is no code {ascii(text)[:40]}")
-        k, h, w, n, m = (int(found[name] or default) for name, default in (*_DEFAULTS.items(),))
-        return cls(found["name"] or found["gaps"] or found["nm"], h, w, k, n, m, bool(found["last"]))
+        _, k, h, w, n, m, last = found.groups()
+        return cls(found[0].split()[0], int(h or 1), int(w or 1), int(k or 0), int(n or 0), int(m or 0), bool(last))
 
 
 def matrix(shape: Sequence[int]) -> tuple[int, int]:
@@ -93,26 +89,19 @@ def choose(support: Tensor, itemsize: float, dense: int, pattern: Pattern | None
         >>> str(choose(in_blocks, 4, 4 * 65536)[0])
         'gaps 3 16x16'
     """
-    total = support.numel()
-    rows, columns = matrix(support.shape)
-    flat = support.reshape(-1)
-    count = int(torch.count_nonzero(flat))
+    total, count = support.numel(), int(torch.count_nonzero(support))
     if count == total or count * itemsize + HEADER_BYTES >= dense:
         return None
-    kept = flat.nonzero().squeeze(1)
-    best = _units(kept, total, itemsize, 1, 1)
+    rows, columns = matrix(support.shape)
+    kept = support.reshape(-1).nonzero().squeeze(1)
+    options = [_units(kept, total, itemsize, 1, 1)]
     if count:
         for h, w in _blocks(support.reshape(rows, columns), kept, pattern):
-            found = _units(_blocks_of(kept, columns, h, w), total // (h * w), itemsize, h, w)
-            best = min(best, found, key=_smaller)
-        for option in _groups(support, count, itemsize, best[0]):
-            best = min(best, option, key=_smaller)
-    return (best[1], best[2]) if best[0] + HEADER_BYTES < dense else None
-
-
-def _smaller(option: tuple[float, Code, Tensor]) -> tuple[float, int]:
-    """Fewer bytes come first, then larger blocks."""
-    return option[0], -option[1].h * option[1].w
+            options.append(_units(_blocks_of(kept, columns, h, w), total // (h * w), itemsize, h, w))
+        options += _groups(support, count, itemsize, min(size for size, *_ in options))
+    # Of two that take as many bytes, the larger blocks.
+    size, code, kept = min(options, key=lambda option: (option[0], -option[1].h * option[1].w))
+    return (code, kept) if size + HEADER_BYTES < dense else None
 
 
 def _units(kept: Tensor, units: int, itemsize: float, h: int, w: int) -> tuple[float, Code, Tensor]:

@@ -159,17 +159,13 @@ def decode_gaps(data: Tensor, n: int, count: int, k: int) -> Tensor:
     ones = flags.nonzero().squeeze(1)
     if ones.numel() != count:
         raise ValueError(f"the code has {ones.numel()} gaps, and there are values for {count}")
-    if not count:
-        if data.numel():
-            raise ValueError("there are bytes behind the last gap")
-        return ones
-    last = int(ones[-1])
+    last = int(ones[-1]) if count else -1
     if flags.numel() != 8 * byte_count(last + 1):
         raise ValueError("there are bytes behind the last gap")
     if (last + 1 - count) << k > n:  # before shifting: nothing below can overflow
         raise ValueError(f"the gaps add up to more than {n} units")
     gaps = (gaps_of(ones) << k) | unpack_numbers(data[:low_bytes], count, k)
     kept = torch.cumsum(gaps + 1, 0) - 1
-    if int(kept[-1]) >= n:
+    if count and int(kept[-1]) >= n:
         raise ValueError(f"the gaps add up to more than {n} units")
     return kept

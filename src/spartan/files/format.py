@@ -94,48 +94,32 @@ def count_of(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
-# ---------------------------------------------------------------------- writing
-
-
 def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
-    """Write the container, whole or not at all; its size in bytes.
-
-    Args:
-        path: the file; one that is there is replaced when the new one is safely on the disk.
-        tensors: contiguous tensors on the CPU, in dtypes that safetensors has.
-        metadata: strings to go with them.
-    """
+    """Write contiguous tensors on the CPU, and strings to go with them, whole or not at all; the file's size in bytes."""
     _check_machine()
     # Largest entries first: then each tensor begins at a multiple of its entries' size.
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
     header: dict[str, Any] = {"__metadata__": {**metadata, "spartan.sha256": _BLANK}}
     end = 0
-    for name in order:
-        begin, end = end, end + tensors[name].nbytes
-        shape = list(tensors[name].shape)
-        header[name] = {"dtype": NAMES[tensors[name].dtype], "shape": shape, "data_offsets": [begin, end]}
+    for name, x in ordered.items():
+        begin, end = end, end + x.nbytes
+        header[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _LARGEST_HEADER:
         raise ValueError(f"{path}: the header would take {len(text):,} bytes; safetensors allows {_LARGEST_HEADER:,}")
+    # Their bytes, in place.
+    data = [(ctypes.c_char * x.nbytes).from_address(x.data_ptr()) if x.nbytes else b"" for x in ordered.values()]
     digest = hashlib.sha256(text)
-    for name in order:
-        digest.update(_bytes_of(tensors[name]))
+    for part in data:
+        digest.update(part)
     text = text.replace((_SHA256 + _BLANK).encode(), (_SHA256 + digest.hexdigest()).encode(), 1)
     try:
-        replace_file(path, len(text).to_bytes(8, "little"), text, *(_bytes_of(tensors[name]) for name in order))
+        replace_file(path, len(text).to_bytes(8, "little"), text, *data)
     except OSError as error:
         kept = "; the file that was there is unchanged" if path.is_file() else ""
         raise RuntimeError(f"{path} could not be written: {error.strerror or error}{kept}") from error
     return 8 + len(text) + end
-
-
-def _bytes_of(tensor: Tensor) -> Any:
-    """The tensor's bytes, in place; they live as long as it does."""
-    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
-
-
-# ---------------------------------------------------------------------- reading
 
 
 def read(path: Path | str) -> Container:
@@ -165,8 +149,17 @@ def _read(path: Path, file: BinaryIO) -> Container:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("is damaged: the header's metadata are not strings")
+    version = metadata.get("spartan.version")
     # A plain file of another library is no mistake of its writer's: say so before looking for damage.
-    _check_version(metadata)
+    if version is None:
+        raise ValueError(
+            "was not written by spartan.save: it has no spartan metadata (a plain safetensors file is read by "
+            "safetensors.torch.load_file)"
+        )
+    if not (version.isascii() and version.isdigit() and len(version) < 9) or int(version) < 1:
+        raise ValueError(f"is damaged: the format version {_short(version)} is no number")
+    if int(version) > VERSION:
+        raise ValueError(f"has format version {version}, and this library reads up to {VERSION}: install a newer one")
     entries = _entries(header, size - 8 - length)
     digest = metadata.get("spartan.sha256", "")
     if len(digest) != 64 or text.count((_SHA256 + digest).encode(errors="replace")) != 1:
@@ -200,19 +193,6 @@ def _parse(text: bytes, what: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise ValueError(f"is damaged, or no safetensors file: {what} is not a JSON object")
     return parsed
-
-
-def _check_version(metadata: Mapping[str, str]) -> None:
-    version = metadata.get("spartan.version")
-    if version is None:
-        raise ValueError(
-            "was not written by spartan.save: it has no spartan metadata (a plain safetensors file is read by "
-            "safetensors.torch.load_file)"
-        )
-    if not (version.isascii() and version.isdigit() and len(version) < 9) or int(version) < 1:
-        raise ValueError(f"is damaged: the format version {_short(version)} is no number")
-    if int(version) > VERSION:
-        raise ValueError(f"has format version {version}, and this library reads up to {VERSION}: install a newer one")
 
 
 def _entries(header: Mapping[str, Any], size: int) -> dict[str, StoredTensor]:

@@ -23,22 +23,23 @@ KERNELS = ("auto", "dense", "sparse")
 RATIO, ALWAYS = 1000, 64 << 20
 
 
+# A part of a tensor of the container: its name, the first entry and their number.
+Place = tuple[str, int, int]
+
+
 @dataclass(frozen=True)
 class Spec:
     """A tensor of the file: how it is stored, and what it is when unpacked. `code` is None for a dense one."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    code: Code | None
     kept: int
-    index_bytes: int = 0
-    # coded values: their bytes, exponents and parameter
-    value_bytes: int = 0
+    values: Place
+    code: Code | None = None
+    index: Place = (format.BYTES, 0, 0)
+    # of values that are coded, and then bytes
     exponents: tuple[int, ...] | None = None
     k: int = 0
-    # where its plain values and its bytes begin, in entries of the tensors that hold everyone's
-    values_at: int = 0
-    bytes_at: int = 0
 
     @property
     def count(self) -> int:
@@ -53,8 +54,7 @@ class Spec:
     @property
     def stored_bytes(self) -> int:
         """Bytes in the file."""
-        values = self.kept * self.dtype.itemsize if self.exponents is None else self.value_bytes
-        return values + self.index_bytes
+        return self.values[2] * (self.dtype.itemsize if self.exponents is None else 1) + self.index[2]
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,9 @@ def load(
     if model is None:
         check_memory(contents, max_bytes)
         model = build_named(contents, f"build the model and pass it: load({str(path)!r}, model)")
-    names = {clean_name(name): name for name in unwrap(model).state_dict()}
     _check_fit(contents, unwrap(model))
     tensors = unpack_all(contents)
-    unwrap(model).load_state_dict({names[name]: tensor for name, tensor in tensors.items()})
+    unwrap(model).load_state_dict({name: tensors[clean_name(name)] for name in unwrap(model).state_dict()})
     if device is not None:
         model.to(device)
     if kernels == "dense":
@@ -155,7 +154,6 @@ def _parse_contents(container: format.Container) -> Contents:
         except ValueError as error:
             raise ValueError(f"{ascii(name)[:80]} is malformed ({str(error)[:120]})") from None
     for name, entry in container.entries.items():
-        count = format.count_of(entry.shape)
         if name in used:
             own = torch.uint8 if name == format.BYTES else format.DTYPES.get(name.removeprefix(format.VALUES))
             if entry.shape != (used[name],) or entry.dtype != own:
@@ -163,7 +161,8 @@ def _parse_contents(container: format.Container) -> Contents:
         elif name in specs:
             raise ValueError(f"{ascii(name)[:80]} is there twice, packed and dense")
         else:
-            specs[name] = Spec(entry.shape, entry.dtype, None, count)
+            count = format.count_of(entry.shape)
+            specs[name] = Spec(entry.shape, entry.dtype, count, (name, 0, count))
     aliases = format.parse_metadata(container, "spartan.aliases")
     for alias, name in aliases.items():
         if alias in specs or not isinstance(name, str) or name not in specs:
@@ -194,11 +193,14 @@ def _parse_item(item: Any, used: dict[str, int]) -> Spec:
         fits = min(h, w) > 0 and rows % h == columns % w == kept % (h * w) == 0 and kept <= total
     if not fits:
         raise ValueError("its values do not go with its shape")
-    at = used.get(pool, 0), used[format.BYTES]
-    if exponents is None:
-        used[pool] += kept
-    used[format.BYTES] += index_bytes + value_bytes
-    return Spec(tuple(shape), dtype, code, kept, index_bytes, value_bytes, exponents, k, *at)
+
+    def take(name: str, count: int) -> Place:
+        used[name] += count
+        return name, used[name] - count, count
+
+    index = take(format.BYTES, index_bytes)
+    values = take(pool, kept) if exponents is None else take(format.BYTES, value_bytes)
+    return Spec(tuple(shape), dtype, kept, values, code, index, exponents, k)
 
 
 def check_memory(contents: Contents, max_bytes: int | None) -> None:
@@ -217,8 +219,7 @@ def _check_fit(contents: Contents, model: nn.Module) -> None:
     """Refuse a file whose tensors are not the model's."""
     state = {clean_name(name): tensor for name, tensor in model.state_dict().items()}
     path = contents.container.path
-    difference = differences({name: tuple(t.shape) for name, t in state.items()}, contents.shapes)
-    if difference:
+    if difference := differences(state, contents.shapes):
         raise ValueError(f"{path} does not fit the model, which {difference}")
     for name, tensor in state.items():
         dtype = contents.specs[contents.aliases.get(name, name)].dtype
@@ -247,18 +248,14 @@ def unpack_all(contents: Contents) -> dict[str, Tensor]:
     container, tensors = contents.container, {}
     for name, spec in contents.specs.items():
         try:
-            if spec.code is None:
-                tensors[name] = container.flat(name, 0, spec.count).reshape(spec.shape)
-                continue
-            index = container.flat(format.BYTES, spec.bytes_at, spec.index_bytes)
             with torch.device("cpu"):
-                if spec.exponents is None:
-                    pool = f"{format.VALUES}{format.NAMES[spec.dtype]}"
-                    values = container.flat(pool, spec.values_at, spec.kept)
+                values = container.flat(*spec.values)
+                if spec.exponents is not None:
+                    values = decode_values(CodedValues(spec.exponents, spec.k, values), spec.dtype, spec.kept)
+                if spec.code is None:
+                    tensors[name] = values.reshape(spec.shape)
                 else:
-                    data = container.flat(format.BYTES, spec.bytes_at + spec.index_bytes, spec.value_bytes)
-                    values = decode_values(CodedValues(spec.exponents, spec.k, data), spec.dtype, spec.kept)
-                tensors[name] = unpack(spec.shape, spec.code, values, index)
+                    tensors[name] = unpack(spec.shape, spec.code, values, container.flat(*spec.index))
         except ValueError as error:
             raise ValueError(f"{container.path}: is damaged: {ascii(name)[:80]}: {error}") from None
     return tensors | {alias: tensors[name] for alias, name in contents.aliases.items()}
@@ -274,23 +271,22 @@ def unpack(shape: tuple[int, ...], code: Code, values: Tensor, index: Tensor) ->
         >>> torch.equal(unpack(packed.shape, packed.code, packed.values, packed.index), x)
         True
     """
-    total = format.count_of(shape)
-    bits = format.as_bits(values)
+    bits, unit = format.as_bits(values), code.h * code.w
+    total, count = format.count_of(shape) // unit, bits.numel() // unit
     if code.name == "nm":
         kept = nm.decode(index, total, code.n, code.m)
-        flat = torch.zeros(total, dtype=bits.dtype).index_copy_(0, kept, bits)
-        if code.inputs_last:
-            flat = flat.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()
-        return flat.view(values.dtype).reshape(shape)
-    units, count = total // (code.h * code.w), bits.numel() // (code.h * code.w)
-    is_mask = code.name == "mask"
-    kept = codes.decode_mask(index, units, count) if is_mask else codes.decode_gaps(index, units, count, code.k)
-    flat = torch.zeros(total, dtype=bits.dtype)
-    if code.h == code.w == 1:
+    elif code.name == "mask":
+        kept = codes.decode_mask(index, total, count)
+    else:
+        kept = codes.decode_gaps(index, total, count, code.k)
+    flat = torch.zeros(total * unit, dtype=bits.dtype)
+    if unit == 1:
         flat.index_copy_(0, kept, bits)
     else:
         rows, columns = matrix(shape)
         across = columns // code.w
         blocks = flat.view(rows // code.h, code.h, across, code.w)
         blocks[kept // across, :, kept % across] = bits.reshape(count, code.h, code.w)
+    if code.inputs_last:
+        flat = flat.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()
     return flat.view(values.dtype).reshape(shape)

@@ -60,11 +60,7 @@ def size(groups: int, n: int, m: int) -> int:
 
 def masks(flags: Tensor, m: int) -> Tensor:
     """Every m flags as one number below 2^m."""
-    rows = flags.reshape(-1, m)
-    numbers = torch.zeros(rows.shape[0], dtype=torch.int64)
-    for i in range(m):
-        numbers |= rows[:, i].long() << i
-    return numbers
+    return (flags.reshape(-1, m).float() @ (2.0 ** torch.arange(m))).long()
 
 
 def most(numbers: Tensor, m: int) -> int:

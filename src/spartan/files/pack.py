@@ -138,8 +138,21 @@ def pack(x: Tensor, pattern: Pattern | None = None) -> PackedTensor | None:
     """
     bits = format.as_bits(x)
     chosen = choose(bits != 0, _bytes_each(bits.reshape(-1), x.dtype), x.nbytes, pattern)
-    packed = None if chosen is None else _encode(x, bits, *chosen)
-    return packed if packed is not None and packed.nbytes + HEADER_BYTES < x.nbytes else None
+    if chosen is None:
+        return None
+    code, kept = chosen
+    if code.name == "nm":
+        index, kept = nm.encode(kept, code.n, code.m)
+    elif code.name == "mask":
+        index = codes.encode_mask(kept, x.numel() // (code.h * code.w))
+    else:
+        index = codes.encode_gaps(codes.gaps_of(kept), code.k)
+    rows, columns = matrix(x.shape)
+    ordered = bits.movedim(1, -1) if code.inputs_last else bits
+    blocks = ordered.reshape(rows // code.h, code.h, columns // code.w, code.w).transpose(1, 2)
+    values = blocks.reshape(-1, code.h * code.w).index_select(0, kept).reshape(-1).view(x.dtype)
+    packed = PackedTensor(tuple(x.shape), code, values, index, encode_values(values))
+    return packed if packed.nbytes + HEADER_BYTES < x.nbytes else None
 
 
 def _bytes_each(bits: Tensor, dtype: torch.dtype) -> float:
@@ -148,28 +161,6 @@ def _bytes_each(bits: Tensor, dtype: torch.dtype) -> float:
     values = sample[sample != 0].view(dtype)
     coded = encode_values(values)
     return float(dtype.itemsize) if coded is None else coded.data.numel() / values.numel()
-
-
-def _encode(x: Tensor, bits: Tensor, code: Code, kept: Tensor) -> PackedTensor:
-    """A tensor in a code that `choose` gave, with what it keeps."""
-    shape = tuple(x.shape)
-    if code.name == "nm":
-        index, kept = nm.encode(kept, code.n, code.m)
-        source = bits.movedim(1, -1) if code.inputs_last else bits
-        values = source.reshape(-1).index_select(0, kept).view(x.dtype)
-        return PackedTensor(shape, code, values, index, encode_values(values))
-    rows, columns = matrix(shape)
-    if code.h == code.w == 1:
-        values = bits.reshape(-1).index_select(0, kept)
-    else:
-        across = columns // code.w
-        blocks = bits.reshape(rows // code.h, code.h, across, code.w)
-        values = blocks[kept // across, :, kept % across].reshape(-1)
-    if code.name == "mask":
-        index = codes.encode_mask(kept, x.numel() // (code.h * code.w))
-    else:
-        index = codes.encode_gaps(codes.gaps_of(kept), code.k)
-    return PackedTensor(shape, code, values.view(x.dtype), index, encode_values(values.view(x.dtype)))
 
 
 def _header_item(packed: PackedTensor) -> list[Any]:
@@ -184,13 +175,12 @@ def _pools(packed: Mapping[str, PackedTensor]) -> dict[str, Tensor]:
     """What all packed tensors need: their plain values, by dtype, and their bytes, as one tensor each."""
     pools: dict[str, list[Tensor]] = {}
     for x in packed.values():
+        values = x.values if x.coded is None else x.coded.data
+        name = format.BYTES if x.coded is not None else f"{format.VALUES}{format.NAMES[x.values.dtype]}"
         pools.setdefault(format.BYTES, []).append(x.index)
-        if x.coded is not None:
-            pools[format.BYTES].append(x.coded.data)
-        else:
-            pools.setdefault(f"{format.VALUES}{format.NAMES[x.values.dtype]}", []).append(format.as_bits(x.values))
-    dtypes = {f"{format.VALUES}{name}": dtype for name, dtype in format.DTYPES.items()} | {format.BYTES: torch.uint8}
-    return {name: torch.cat(parts).view(dtypes[name]) for name, parts in pools.items()}
+        pools.setdefault(name, []).append(values)
+    # As integers: torch does not join tensors of every type.
+    return {name: torch.cat([*map(format.as_bits, x)]).view(x[0].dtype) for name, x in pools.items()}
 
 
 def _common_pattern(packed: Mapping[str, PackedTensor]) -> str:

@@ -16,8 +16,7 @@ from spartan.inference.cpu.ops import DTYPES as _CPU_DTYPES
 from spartan.inference.fuse import fuse, plain_conv, plain_linear, replace_module
 from spartan.inference.gpu import choice as gpu
 from spartan.inference.gpu.linear import DTYPES as _GPU_DTYPES
-from spartan.inference.gpu.linear import DeviceLinear
-from spartan.inference.runtime import DenseConv2d, DenseLinear, InferenceLayer, SparseLinear, arguments_of
+from spartan.inference.runtime import DenseConv2d, DenseLinear, InferenceLayer, arguments_of
 from spartan.inference.stand_ins import Attention, MaxPool, PatchConv
 
 M = TypeVar("M", bound=nn.Module)
@@ -161,7 +160,7 @@ def _make_replaceable(holder: nn.ModuleDict) -> dict[str, Any]:
 
 
 def _is_sparse(model: nn.Module) -> bool:
-    return any(isinstance(module, SparseLinear | DeviceLinear) for module in model.modules())
+    return any(isinstance(module, InferenceLayer) and module.kernel != "dense" for module in model.modules())
 
 
 def _on_gpu(tensor: Tensor) -> bool:
@@ -176,10 +175,9 @@ def _restore_unused(holder: nn.ModuleDict, given: dict[str, Any], shapes: Mappin
     for name, was in given.items():
         module = holder.get_submodule(name)
         if isinstance(module, PatchConv):
-            if told := _faster_patches(module, was, shapes.get(id(module))):
-                linear = module.linear
-                linear.why = told if linear.kernel == "dense" else f"{linear.why}; {told}"
-            else:
+            linear, told = module.linear, _faster_patches(module, was, shapes.get(id(module)))
+            linear.why = told if linear.kernel == "dense" else f"{linear.why}; {told}"
+            if not told:
                 replace_module(holder, name, was)
         elif _is_sparse(module) or not all(map(_on_gpu, module.state_dict().values())):
             continue
@@ -218,13 +216,13 @@ def _choose_kernel(
     usual = (1, layer.conv.channels, _SIDE, _SIDE) if isinstance(layer, DenseConv2d) else (tokens, weight.shape[1])
     shape, dtype = seen or (usual, weight.dtype)
     if not _worth_a_kernel(weight):
-        layer.why = f"{float((weight == 0).float().mean()):.1%} zeros: too few"
+        layer.why = f"{layer.zeros:.1%} zeros: too few"
     elif not _has_kernel(weight, dtype):
         layer.why = f"no kernel for {dtype}"
     elif _on_gpu(weight) and isinstance(layer, DenseConv2d):
         layer.why = "no sparse convolution for CUDA devices"
     else:
-        chosen: InferenceLayer = layer
+        chosen: InferenceLayer
         if isinstance(layer, DenseLinear) and _on_gpu(weight):
             on_gpu, why = gpu.choose(layer, shape, dtype, kernels)
             chosen = layer if on_gpu is None else gpu.build(layer, on_gpu)

@@ -9,6 +9,7 @@ module whose forward cannot be traced, or takes optional arguments, or carries h
 
 from __future__ import annotations
 
+import copy
 import inspect
 import operator
 from collections import Counter
@@ -18,14 +19,15 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from spartan.inference.cpu.ops import Conv
 from spartan.inference.runtime import DenseConv2d, DenseLinear
 
 _SUMS: tuple[Callable, ...] = (operator.add, operator.iadd, torch.add)
-# Functions, and methods by their names.
+# Functions, methods by their names, and modules by their types.
 _ACTIVATIONS: dict[Any, str] = {F.relu: "relu", torch.relu: "relu", F.silu: "silu", F.gelu: "gelu"}
-_ACTIVATIONS |= {"relu": "relu", "relu_": "relu"}
+_ACTIVATIONS |= {"relu": "relu", "relu_": "relu", nn.ReLU: "relu", nn.SiLU: "silu", nn.GELU: "gelu"}
 
 
 class _Shallow(fx.Tracer):
@@ -44,16 +46,13 @@ def plain_conv(module: nn.Module) -> Conv | None:
     """The constants of a 2-d convolution that pads with zeros, evenly; None for anything else."""
     if not isinstance(module, nn.Conv2d) or type(module).forward is not nn.Conv2d.forward or _has_hooks(module):
         return None
-    if module.padding == "valid":
-        padding: tuple[int, ...] = (0, 0)
-    elif module.padding == "same":
-        reach = [d * (k - 1) for k, d in zip(module.kernel_size, module.dilation, strict=True)]
+    padding = module.padding
+    if isinstance(padding, str):
+        sides = zip(module.kernel_size, module.dilation, strict=True)
+        reach = [d * (k - 1) if padding == "same" else 0 for k, d in sides]
         if any(r % 2 for r in reach):
             return None
         padding = (reach[0] // 2, reach[1] // 2)
-    else:
-        assert not isinstance(module.padding, str)
-        padding = module.padding
     if module.padding_mode != "zeros" and any(padding):
         return None
     pairs = [(int(a), int(b)) for a, b in (module.kernel_size, module.stride, padding, module.dilation)]
@@ -70,28 +69,13 @@ def fold_batch_norm(weight: Tensor, bias: Tensor | None, norm: nn.BatchNorm2d) -
 
     Computed in float64, so that the result is rounded once.
     """
+    norm = copy.deepcopy(norm).double()
     assert norm.running_mean is not None
     assert norm.running_var is not None
-    scale = (norm.running_var.double() + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight.double()
-    shift = -norm.running_mean.double() * scale
-    if bias is not None:
-        shift = shift + bias.double() * scale
-    if norm.bias is not None:
-        shift = shift + norm.bias.double()
-    folded = weight.double() * scale.reshape(-1, 1, 1, 1)
+    more = (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
+    folded, shift = fuse_conv_bn_weights(weight.double(), None if bias is None else bias.double(), *more)
     # A pruned weight stays exactly +0, whatever the scale's sign.
-    return folded.masked_fill(weight == 0, 0.0).to(weight.dtype), shift.to(weight.dtype)
-
-
-def activation_of(module: nn.Module) -> str | None:
-    """The name by which the kernels know an activation module."""
-    if _has_hooks(module):
-        return None
-    if type(module) is nn.GELU:
-        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
-    return {nn.ReLU: "relu", nn.SiLU: "silu"}.get(type(module))
+    return folded.data.masked_fill(weight == 0, 0.0).to(weight.dtype), shift.data.to(weight.dtype)
 
 
 def _trace(module: nn.Module) -> fx.Graph | None:
@@ -148,9 +132,9 @@ class _Rewrite:
         replace_module(self.owner, str(node.target), layer)
         source = node.args[0]
         if self.rewritable and after is not None and self.is_sum(after) and isinstance(source, fx.Node):
-            other = next(a for a in after.args if a is not node)
+            other, order = next(a for a in after.args if a is not node), list(self.graph.nodes)
             # The call moves down to the sum: its input must not be touched in between.
-            if len(source.users) == 1 or list(self.graph.nodes).index(other) < list(self.graph.nodes).index(node):
+            if len(source.users) == 1 or order.index(other) < order.index(node):
                 with self.graph.inserting_before(after):
                     fused = self.graph.call_module(str(node.target), (source,), {"residual": other})
                 after.replace_all_uses_with(fused)
@@ -172,7 +156,9 @@ class _Rewrite:
         if after is None or len(after.args) != 1:
             return None
         if after.op == "call_module" and (self.rewritable or self.unshared(after) is not None):
-            kind = activation_of(self.owner.get_submodule(str(after.target)))
+            module = self.owner.get_submodule(str(after.target))
+            kind = None if _has_hooks(module) else _ACTIVATIONS.get(type(module))
+            kind = "gelu_tanh" if kind == "gelu" and module.approximate == "tanh" else kind
         elif self.rewritable and after.op in ("call_function", "call_method") and not set(after.kwargs) - {"inplace"}:
             kind = _ACTIVATIONS.get(after.target)
         if kind is not None:

@@ -31,7 +31,6 @@ class InferenceLayer(nn.Module):
 
     kernel: str = "dense"
     why: str = ""
-    bias: Tensor
 
     def __init__(self, activation: str) -> None:
         super().__init__()
@@ -67,12 +66,15 @@ class InferenceLayer(nn.Module):
 class DenseLayer(InferenceLayer):
     """A weight and a bias for torch's own products, where no sparse kernel wins."""
 
-    weight: Tensor
-
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str = "none") -> None:
         super().__init__(activation)
-        self.register_buffer("weight", weight.detach().clone())
-        self.register_buffer("bias", weight.new_zeros(len(weight)) if bias is None else bias.detach().clone())
+        self.weight = nn.Buffer(weight.detach().clone())
+        self.bias = nn.Buffer(weight.new_zeros(len(weight)) if bias is None else bias.detach().clone())
+
+    @property
+    def zeros(self) -> float:
+        """The share of zeros in the weight."""
+        return float((self.weight == 0).float().mean())
 
 
 class DenseLinear(DenseLayer):
@@ -107,6 +109,7 @@ class SparseLayer(InferenceLayer):
     starts: Tensor
     runs: Tensor
     values: Tensor
+    bias: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernel: Kernel, activation: str = "none") -> None:
         super().__init__(activation)

@@ -36,8 +36,7 @@ class Attention(nn.Module):
 
     def __init__(self, attention: nn.MultiheadAttention) -> None:
         super().__init__()
-        reason = self.why_not(attention)
-        if reason:
+        if reason := self.why_not(attention):
             raise ValueError(f"nn.MultiheadAttention with {reason} cannot be converted; leave it as it is")
         self.embed_dim, self.num_heads = attention.embed_dim, attention.num_heads
         self.batch_first = attention.batch_first
@@ -101,15 +100,12 @@ class Attention(nn.Module):
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, like: Tensor) -> Tensor | None:
         """Both masks as one to add to the scores [images, heads, queries, keys]; True stands for −∞."""
-        mask = None
-        if attn_mask is not None:
-            mask = _additive(attn_mask, like)
-            if mask.dim() == 3:
-                mask = mask.unflatten(0, (-1, self.num_heads))
+        if attn_mask is not None and attn_mask.dim() == 3:
+            attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
         if padding is not None:
-            padding = _additive(padding if padding.dim() == 2 else padding[None], like)[:, None, None, :]
-            mask = padding if mask is None else mask + padding
-        return mask
+            padding = torch.atleast_2d(padding)[:, None, None, :]
+        masks = [_additive(mask, like) for mask in (attn_mask, padding) if mask is not None]
+        return sum(masks[1:], masks[0]) if masks else None
 
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:
@@ -145,31 +141,27 @@ class MaxPool(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The largest of every window of x [..., height, width]."""
         for dim in (-2, -1):
-            x = _shifted_max(x, dim, self.kernel[dim], self.stride[dim], self.padding[dim])
+            n, k, s, p = x.shape[dim], self.kernel[dim], self.stride[dim], self.padding[dim]
+            size = (n + 2 * p - k) // s + 1
+            if size < 1:
+                raise ValueError(f"max pooling: dimension {dim} of {tuple(x.shape)} is smaller than the window of {k}")
+            shape = list(x.shape)
+            shape[dim] = size
+            out = x.new_full(shape, -torch.inf)
+            for i in range(k):  # output j sees input j·s + i − p, where there is one
+                low = max(0, -((i - p) // s))
+                high = min(size, (n - 1 - i + p) // s + 1)
+                if high > low:
+                    seen = x.narrow(dim, low * s + i - p, (high - low - 1) * s + 1)
+                    seen = seen[..., ::s, :] if dim == -2 else seen[..., ::s]
+                    part = out.narrow(dim, low, high - low)
+                    torch.maximum(part, seen, out=part)
+            x = out
         return x
 
     def extra_repr(self) -> str:
         """The window."""
         return f"kernel={self.kernel}, stride={self.stride}, padding={self.padding}"
-
-
-def _shifted_max(x: Tensor, dim: int, k: int, s: int, p: int) -> Tensor:
-    n = x.shape[dim]
-    size = (n + 2 * p - k) // s + 1
-    if size < 1:
-        raise ValueError(f"max pooling: dimension {dim} of {tuple(x.shape)} is smaller than the window of {k}")
-    shape = list(x.shape)
-    shape[dim] = size
-    out = x.new_full(shape, -torch.inf)
-    for i in range(k):  # output j sees input j·s + i − p, where there is one
-        low = max(0, -((i - p) // s))
-        high = min(size, (n - 1 - i + p) // s + 1)
-        if high > low:
-            seen = x.narrow(dim, low * s + i - p, (high - low - 1) * s + 1)
-            seen = seen[..., ::s, :] if dim == -2 else seen[..., ::s]
-            part = out.narrow(dim, low, high - low)
-            torch.maximum(part, seen, out=part)
-    return out
 
 
 class PatchConv(nn.Module):

@@ -15,8 +15,8 @@ instance norm); `torch.add` and `torch.mul` count, the operators `+` and `*` do 
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -124,14 +124,11 @@ def _weighted(weight: Tensor, positions: int) -> _Work:
     return _Work(weight.numel() * positions, (weight,))
 
 
-def _linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[_Work]:
-    return [_weighted(weight, input.numel() // weight.shape[-1]), _Work(0 if bias is None else out.numel())]
-
-
-def _conv(
-    transposed: bool, out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any
+def _layer(
+    side: int, dim: int, out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any
 ) -> list[_Work]:
-    positions = (input if transposed else out).numel() // weight.shape[0]
+    # A weight serves as many positions as its output (side 0) or input (side 1) has entries for each of its channels.
+    positions = (out, input)[side].numel() // weight.shape[dim]
     return [_weighted(weight, positions), _Work(0 if bias is None else out.numel())]
 
 
@@ -183,9 +180,9 @@ _RULES: dict[str, Callable[..., list[_Work]]] = {
         ("batch_norm instance_norm group_norm", _affine_norm),
         ("avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", _per_input),
         ("max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d", _per_input),
-        ("linear", _linear),
-        ("conv1d conv2d conv3d", partial(_conv, False)),
-        ("conv_transpose1d conv_transpose2d conv_transpose3d", partial(_conv, True)),
+        ("linear", partial(_layer, 1, -1)),
+        ("conv1d conv2d conv3d", partial(_layer, 0, 0)),
+        ("conv_transpose1d conv_transpose2d conv_transpose3d", partial(_layer, 1, 0)),
         ("matmul mm bmm mv", _matmul),
         ("addmm baddbmm", _addmm),
         ("scaled_dot_product_attention", _scaled_dot_product),
@@ -194,8 +191,6 @@ _RULES: dict[str, Callable[..., list[_Work]]] = {
     )
     for name in names.split()
 }
-# What `+` and `*` call.
-_OPERATORS = (Tensor.add, Tensor.mul)
 
 
 class _Counter(TorchFunctionMode):
@@ -214,7 +209,7 @@ class _Counter(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         op = getattr(func, "__name__", "").removesuffix("_with_indices")
-        if op in _RULES and func not in _OPERATORS:
+        if op in _RULES and func not in (Tensor.add, Tensor.mul):  # which `+` and `*` call
             self._record(op, _RULES[op](out, *args, **kwargs))
         return out
 
@@ -271,15 +266,8 @@ def _count(model: nn.Module, params: Mapping[str, Tensor], example_inputs: Input
     # A forward that writes to its buffers writes to these.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     counter = _Counter(model, params)
-    with _observed(model, counter), torch.no_grad(), counter:
-        torch.func.functional_call(model, buffers, args, kwargs)
-    return counter, batch
-
-
-@contextmanager
-def _observed(model: nn.Module, counter: _Counter) -> Iterator[None]:
-    """Tell the counter which module runs, in eval mode and unfused; then put everything back."""
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    # In eval mode, unfused, and so that the counter knows which module runs; then everything is put back.
     with ExitStack() as undo, eager, torch.random.fork_rng({p.device for p in model.parameters() if p.is_cuda}):
         undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
@@ -289,4 +277,6 @@ def _observed(model: nn.Module, counter: _Counter) -> Iterator[None]:
             module.training = False  # not by eval(), which models override
             undo.callback(module.register_forward_pre_hook(partial(counter.enter, name)).remove)
             undo.callback(module.register_forward_hook(counter.leave, always_call=True).remove)
-        yield
+        with torch.no_grad(), counter:
+            torch.func.functional_call(model, buffers, args, kwargs)
+    return counter, batch

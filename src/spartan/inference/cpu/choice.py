@@ -51,33 +51,24 @@ def candidates(layer: DenseLinear | DenseConv2d, parts: int = 1) -> list[tuple[K
         share = stored(weight, h, g) / weight.numel()
         rate = _RATE[kind, h] * (_RUN_RATE[g] if kind == "rows" else 1.0)
         found.append((share / rate, (kind, h, g), share))
-    found.sort()
-    return [(kernel, share) for _, kernel, share in found[:3]]
+    return [(kernel, share) for _, kernel, share in sorted(found)[:3]]
 
 
 def choose(
     layer: DenseLinear | DenseConv2d, shape: tuple[int, ...], dtype: torch.dtype, kernels: str, parts: int = 1
 ) -> tuple[Kernel | None, str]:
-    """The kernel for a layer and the reason, in a few words; None is torch's dense product.
+    """The kernel for inputs of this shape and type and the reason, in a few words; None is torch's dense product.
 
-    Args:
-        layer: holds the weight.
-        shape: of the input.
-        dtype: of the input.
-        kernels: "auto", or "sparse" to leave the dense product out.
-        parts: see `candidates`.
+    `kernels` is "auto", or "sparse" to leave the dense product out; `parts` is as for `candidates`.
     """
-    zeros = 1.0 - float((layer.weight != 0).float().mean())
-    if kernels == "auto" and library() is None:
-        return None, f"{zeros:.1%} zeros; {status()}"
-    options = candidates(layer, parts)
+    zeros, options = layer.zeros, candidates(layer, parts)
     if library() is None:
-        return options[0][0], f"{zeros:.1%} zeros; {status()}"
+        return None if kernels == "auto" else options[0][0], f"{zeros:.1%} zeros; {status()}"
     if kernels == "auto":
         options = [option for option in options if option[1] <= DENSE_ABOVE]
     if not options:
         return None, f"{zeros:.1%} zeros: too few, or too scattered for any kernel"
-    what = f"{layer.conv}" if isinstance(layer, DenseConv2d) else "linear"
+    what = layer.conv if isinstance(layer, DenseConv2d) else "linear"
     # Shares to two digits: layers that differ by a few weights share a measurement.
     shares = [f"{name_of(kernel)} {share:.2g}" for kernel, share in options]
     case = [machine(), what, tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]

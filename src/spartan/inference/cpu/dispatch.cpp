@@ -121,9 +121,10 @@ void whole_piece(Job* job, int64_t i, int64_t slot) {
   for (int64_t t = 0; t < one.tiles * one.chunks; t++) one.multiply(&one, t, 0);
 }
 
-// `row` floats of scratch a token, `tile` tokens a tile.
-int64_t linear(Job* job, int64_t row, int64_t tile, int64_t threads) {
+// `row` floats of scratch a token.
+int64_t linear(Job* job, int64_t row, int64_t threads) {
   if (job->tokens == 0) return 0;
+  const int64_t tile = job->tile;
   tile_tokens(job);
   // A piece: as many tiles as the second-level cache holds beside the weights, of nearly equal size.
   const int64_t fit = (384 << 10) / (row * tile * 4), most = fit < 1 ? 1 : fit;
@@ -152,7 +153,7 @@ extern "C" {
 
 #define PUBLIC __attribute__((visibility("default")))
 
-PUBLIC int64_t spartan_version() { return 1; }
+PUBLIC int64_t spartan_version() { return 2; }
 PUBLIC const char* spartan_isa() { return kernels->name; }
 // For tests and for measuring: 0 if this processor cannot run it.
 PUBLIC int64_t spartan_use_isa(int64_t level) {
@@ -170,34 +171,23 @@ PUBLIC int64_t spartan_use_isa(int64_t level) {
   return 1;
 }
 PUBLIC void spartan_use_openmp(Parallel parallel) { openmp = parallel; }
-// Lanes between two columns of the packed input of `spartan_linear_lanes`.
+// Lanes between two columns of the packed input of `spartan_linear` without `rows`.
 PUBLIC int64_t spartan_lane_pitch(int64_t h) { return kernels->widest(h) * kernels->vector; }
 
 // Each returns 0, or 1 when there is no memory for the scratch.
-PUBLIC int64_t spartan_linear_rows(const void* x, void* y, const float* bias, const int32_t* starts, const int32_t* index,
-                                   const float* values, int64_t tokens, int64_t inputs, int64_t outputs, int64_t h, int64_t g,
-                                   int64_t activation, int64_t bf16, int64_t threads) {
+// `rows` says which of the two kernels; without it g is 1.
+PUBLIC int64_t spartan_linear(const void* x, void* y, const float* bias, const int32_t* starts, const int32_t* index,
+                              const float* values, int64_t rows, int64_t tokens, int64_t inputs, int64_t outputs, int64_t h,
+                              int64_t g, int64_t activation, int64_t bf16, int64_t threads) {
   Job job = {};
   job.x = x, job.y = y, job.bias = bias, job.starts = starts, job.index = index, job.values = values;
   job.tokens = tokens, job.inputs = inputs, job.outputs = outputs, job.h = h, job.g = g;
   job.activation = activation, job.bf16 = bf16, job.images = 1;
   job.groups = up(outputs, h);
-  job.tile = kernels->rows_tile(h);
-  job.rearrange = kernels->rows_pack, job.multiply = kernels->rows_multiply;
-  return linear(&job, up(inputs, g) * g, job.tile, threads);
-}
-
-PUBLIC int64_t spartan_linear_lanes(const void* x, void* y, const float* bias, const int32_t* starts, const int32_t* index,
-                                    const float* values, int64_t tokens, int64_t inputs, int64_t outputs, int64_t h,
-                                    int64_t activation, int64_t bf16, int64_t threads) {
-  Job job = {};
-  job.x = x, job.y = y, job.bias = bias, job.starts = starts, job.index = index, job.values = values;
-  job.tokens = tokens, job.inputs = inputs, job.outputs = outputs, job.h = h, job.g = 1;
-  job.activation = activation, job.bf16 = bf16, job.images = 1;
-  job.groups = up(outputs, h);
-  job.pitch = kernels->widest(h) * kernels->vector;
-  job.rearrange = kernels->tokens_pack, job.multiply = kernels->tokens_multiply;
-  return linear(&job, inputs, job.pitch, threads);
+  job.tile = job.pitch = rows ? kernels->rows_tile(h) : spartan_lane_pitch(h);
+  job.rearrange = rows ? kernels->rows_pack : kernels->tokens_pack;
+  job.multiply = rows ? kernels->rows_multiply : kernels->tokens_multiply;
+  return linear(&job, up(inputs, g) * g, threads);
 }
 
 // geometry: images, channels, height, width, stride (2), padding (2), phases (2), rows_q, pitch, plane, out_h, out_w, direct

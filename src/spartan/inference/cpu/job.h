@@ -23,7 +23,7 @@ struct Job {
   int64_t chunk, chunks;  // groups a task takes, and how many such chunks there are
   // linear: tokens × inputs
   int64_t tokens, inputs;
-  int64_t tile, tiles;    // "rows": tokens a tile holds
+  int64_t tile, tiles;    // tokens that a tile holds, and how many tiles
   int64_t piece;          // tokens that one thread takes through both steps
   Task rearrange, multiply;
   // convolution: the packed input is [channel][phase][rows_q][pitch], see lay_out_conv() in ops.py

@@ -34,14 +34,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass
 class PackedMatrix:
-    """A matrix of `outputs` × `inputs` in groups of h rows and runs of g columns.
+    """A matrix of `outputs` × `inputs` in groups of h rows and runs of g columns."""
 
-    starts: int32, groups + 1; runs: int32, the number of each entry's run of columns; values: float32 [entries, g, h].
-    """
-
-    starts: Tensor
-    runs: Tensor
-    values: Tensor
+    starts: Tensor  # int32, groups + 1
+    runs: Tensor  # int32, the number of each entry's run of columns
+    values: Tensor  # float32 [entries, g, h]
     outputs: int
     inputs: int
 
@@ -56,8 +53,8 @@ class PackedMatrix:
         return self.values.shape[1]
 
 
-def _tiles(weight: Tensor, h: int, g: int) -> Tensor:
-    """[groups, h, runs, g], with zeros where the sides do not divide."""
+def in_blocks(weight: Tensor, h: int, g: int) -> Tensor:
+    """The matrix as [groups, h, runs, g], with zeros where the sides do not divide."""
     outputs, inputs = weight.shape
     padded = F.pad(weight, (0, -inputs % g, 0, -outputs % h))
     return padded.reshape(padded.shape[0] // h, h, padded.shape[1] // g, g)
@@ -73,7 +70,7 @@ def pack(weight: Tensor, h: int, g: int) -> PackedMatrix:
         >>> bool((unpack(packed) == torch.eye(4)).all())
         True
     """
-    tiles = _tiles(weight.detach().float().cpu(), h, g)
+    tiles = in_blocks(weight.detach().float().cpu(), h, g)
     # NaN counts: it is not zero.
     group, run = (tiles != 0).any(3).any(1).nonzero(as_tuple=True)
     counts = torch.bincount(group, minlength=tiles.shape[0])
@@ -100,7 +97,7 @@ def stored(weight: Tensor, h: int, g: int) -> int:
         >>> stored(torch.eye(4), 1, 1), stored(torch.eye(4), 4, 1)
         (4, 16)
     """
-    return int((_tiles(weight, h, g) != 0).any(3).any(1).sum()) * h * g
+    return int((in_blocks(weight, h, g) != 0).any(3).any(1).sum()) * h * g
 
 
 @dataclass(frozen=True)
@@ -143,12 +140,9 @@ def lay_out_conv(conv: Conv, packed: PackedMatrix, height: int, width: int, dtyp
     pointwise = conv.kernel == conv.stride == (1, 1) and conv.padding == (0, 0)
     if pointwise:  # one long row: no columns to drop
         height, width, out_h, out_w = 1, height * width, 1, out_h * out_w
-    shifts, phases, rests = [], [], []
-    for k, s, d in zip(conv.kernel, conv.stride, conv.dilation, strict=True):
-        taps = torch.arange(k) * d
-        shifts.append(taps // s)
-        rests.append(taps % s)
-        phases.append(int(rests[-1].max()) + 1)
+    steps = [torch.arange(k) * d for k, d in zip(conv.kernel, conv.dilation, strict=True)]
+    shifts, rests = zip(*((step // s, step % s) for step, s in zip(steps, conv.stride, strict=True)), strict=True)
+    phases = [int(rest.max()) + 1 for rest in rests]
     rows_q, pitch = out_h + int(shifts[0].max()), out_w + int(shifts[1].max())
     direct = pointwise and dtype == torch.float32 and width % 16 == 0
     plane = phases[0] * phases[1] * rows_q * pitch
@@ -190,9 +184,8 @@ def linear(kind: str, x: Tensor, packed: PackedMatrix, places: Tensor, bias: Ten
         activation: a key of `ACTIVATIONS`.
     """
     y = x.new_empty(*x.shape[:-1], packed.outputs)
-    sizes = [x.numel() // packed.inputs, packed.inputs, packed.outputs, packed.h]
-    sizes += [packed.g] if kind == "rows" else []
-    _run(f"spartan_linear_{kind}", x, (y, bias, packed.starts, places, packed.values), sizes, activation)
+    sizes = [kind == "rows", x.numel() // packed.inputs, packed.inputs, packed.outputs, packed.h, packed.g]
+    _run("spartan_linear", x, (y, bias, packed.starts, places, packed.values), sizes, activation)
     return y
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,13 +89,10 @@ def candidates(weight: Tensor) -> list[tuple[Tiling, float]]:
     Those that TMA can load come first: on an H200 they were always faster than one whose columns must be gathered.
     """
     kept, shape = block_sizes(weight), (weight.shape[0], weight.shape[1])
-    found = []
-    for index, tiling in enumerate(TILINGS):
-        if (tiling.p, tiling.q) in kept:
-            seconds, share = estimate(kept[tiling.p, tiling.q], tiling, shape)
-            found.append((seconds, index, tiling, share))
-    found.sort(key=lambda item: item[:2])
-    ranked = [(tiling, share) for seconds, _, tiling, share in found if seconds <= 1.5 * found[0][0]]
+    tilings = [tiling for tiling in TILINGS if (tiling.p, tiling.q) in kept]
+    found = [(tiling, *estimate(kept[tiling.p, tiling.q], tiling, shape)) for tiling in tilings]
+    found.sort(key=lambda option: option[1])
+    ranked = [(tiling, share) for tiling, seconds, share in found if seconds <= 1.5 * found[0][1]]
     whole = [option for option in ranked if option[0].q == option[0].inputs][:TILINGS_TIMED]
     gathered = [option for option in ranked if option[0].q < option[0].inputs]
     return whole + gathered[: 1 if whole else TILINGS_TIMED]
@@ -123,7 +122,7 @@ def choose(
     layer: DenseLinear, shape: tuple[int, ...], dtype: torch.dtype, kernels: str
 ) -> tuple[TileKernel | str | None, str]:
     """The kernel for a layer and the reason, in a few words, as the choice for a CPU: None is torch's dense product."""
-    zeros = 1.0 - float((layer.weight != 0).float().mean())
+    zeros = layer.zeros
     if not linear.available(layer.weight.device):
         return None, f"{zeros:.1%} zeros; {linear.status()}"
     options = candidates(layer.weight)
@@ -144,6 +143,7 @@ def choose(
     return fastest(named, zeros, shape, measured(case, lambda: measure(layer, shape, dtype, named), named))
 
 
+@torch.inference_mode()
 def measure(
     layer: DenseLinear, shape: tuple[int, ...], dtype: torch.dtype, kernels: dict[str, TileKernel | str | None]
 ) -> dict[str, float]:
@@ -151,20 +151,19 @@ def measure(
 
     Launches are not counted: whether the device has to wait for them shows in the whole model only.
     """
-    with torch.inference_mode():
-        x = torch.randn(shape, device=layer.weight.device).to(dtype)
-        expected = layer(x)
-        runs: dict[str, Callable[[Tensor], Tensor]] = {}
-        for name, kernel in kernels.items():
-            try:
-                run = layer if kernel is None else build(layer, kernel)
-                close(run(x), expected)
-                runs[name] = run
-            except torch.AcceleratorError:  # the device is lost: nothing else would run
-                raise
-            except Exception:  # out of shared memory or registers, not compiled, not this shape: then another one
-                continue
-        return dict.fromkeys(kernels, math.inf) | timed(runs, x)
+    x = torch.randn(shape, device=layer.weight.device).to(dtype)
+    expected = layer(x)
+    runs: dict[str, Callable[[Tensor], Tensor]] = {}
+    for name, kernel in kernels.items():
+        try:
+            run = layer if kernel is None else build(layer, kernel)
+            close(run(x), expected)
+            runs[name] = run
+        except torch.AcceleratorError:  # the device is lost: nothing else would run
+            raise
+        except Exception:  # out of shared memory or registers, not compiled, not this shape: then another one
+            continue
+    return dict.fromkeys(kernels, math.inf) | timed(runs, x)
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -182,26 +181,18 @@ def timed(runs: Mapping[str, Callable[[Tensor], Tensor]], x: Tensor) -> dict[str
     """
     count, rounds = (CALLS, ROUNDS) if x.is_cuda else (1, 1)  # in Triton's interpreter times mean little
 
-    def several(run: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
-        def calls() -> Tensor:
-            for _ in range(count):
-                y = run(x)
-            return y
+    def several(run: Callable[[Tensor], Tensor]) -> Tensor:
+        for _ in range(count):
+            y = run(x)
+        return y
 
-        if x.is_cuda:
-            with contextlib.suppress(RuntimeError):  # it cannot be captured, or there is no memory: then with launches
-                return graph_of(calls)
-            torch.cuda.synchronize()
-        return calls
-
-    calls = {name: several(run) for name, run in runs.items()}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds + 1):
-        for name, call in calls.items():
-            seconds = _seconds(call, x.is_cuda)
-            if turn:
-                times[name].append(seconds / count)
-    return {name: sorted(found)[rounds // 2] for name, found in times.items()}
+    calls: dict[str, Callable[[], Tensor]] = {name: functools.partial(several, run) for name, run in runs.items()}
+    for name in calls if x.is_cuda else ():
+        with contextlib.suppress(RuntimeError):  # it cannot be captured, or there is no memory: then with launches
+            calls[name] = graph_of(calls[name])
+        torch.cuda.synchronize()
+    turns = [{name: _seconds(call, x.is_cuda) for name, call in calls.items()} for _ in range(rounds + 1)]
+    return {name: statistics.median_high(turn[name] for turn in turns[1:]) / count for name in runs}
 
 
 def graph_of(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -224,16 +215,15 @@ def graph_of(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 def is_faster(fast: Callable[[], object], plain: Callable[[], object]) -> bool:
     """Whether a model is done sooner than another one, called as it is, launches included."""
-    times: dict[Callable[[], object], float] = {fast: math.inf, plain: math.inf}
-    with torch.inference_mode():
-        for _ in range(ROUNDS + 1):
-            for run in times:
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(3):
-                    run()
-                torch.cuda.synchronize()
-                times[run] = min(times[run], time.perf_counter() - start)
+    times = {fast: math.inf, plain: math.inf}
+    for _ in range(ROUNDS + 1):
+        for run in times:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(3):
+                run()
+            torch.cuda.synchronize()
+            times[run] = min(times[run], time.perf_counter() - start)
     return times[fast] < times[plain]
 
 

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spartan.inference.cpu.ops import ACTIVATIONS, linear_torch
 from spartan.inference.gpu.tiles import Tiles, Tiling, pack, unpack
@@ -29,21 +29,13 @@ LOADS = ("async", "tma", "l1", "tma in")
 
 @dataclass(frozen=True)
 class Launch:
-    """How the kernel is run.
+    """How the kernel is run."""
 
-    Args:
-        tokens: of one program.
-        warps: of one program.
-        stages: how many tiles are on their way at a time.
-        span: about how many outputs a program computes, one group after the other.
-        loads: one of `LOADS`. "tma" and "tma in" need q = inputs and 16-byte strides; else "async" is used.
-    """
-
-    tokens: int
-    warps: int
-    stages: int
-    span: int
-    loads: str
+    tokens: int  # of one program
+    warps: int  # of one program
+    stages: int  # how many tiles are on their way at a time
+    span: int  # about how many outputs a program computes, one group after the other
+    loads: str  # one of `LOADS`; "tma" and "tma in" need q = inputs and 16-byte strides, else "async" is used
 
     def __str__(self) -> str:
         return f"{self.loads} {self.tokens} tokens, {self.warps} warps, {self.stages} stages, {self.span} outputs"
@@ -62,11 +54,7 @@ def _kernel() -> ModuleType | None:
 def interpreted() -> bool:
     """Whether Triton interprets kernels, so that they run on a CPU."""
     module = _kernel()
-    if module is None:
-        return False
-    import triton
-
-    return not isinstance(module.tile_linear_kernel, triton.runtime.JITFunction)
+    return module is not None and not isinstance(module.tile_linear_kernel, module.triton.runtime.JITFunction)
 
 
 def available(device: torch.device) -> bool:
@@ -76,49 +64,31 @@ def available(device: torch.device) -> bool:
 
 def status() -> str:
     """One line: whether the kernels can run here, or why not."""
-    if _kernel() is None:
+    module = _kernel()
+    if module is None:
         return "plain torch: Triton is not installed"
-    if interpreted():
-        return "Triton, interpreted"
-    import triton
-
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
-    return f"Triton {triton.__version__} on {where}"
+    return "Triton, interpreted" if interpreted() else f"Triton {module.triton.__version__} on {where}"
 
 
-def run(
-    x: Tensor,
-    weight: Tensor,
-    ins: Tensor,
-    last: Tensor,
-    outs: Tensor,
-    starts: Tensor,
-    bias: Tensor,
-    outputs: int,
-    empties: int,
-    tiling: list[int],
-    launch: list[int],
-    activation: str,
-) -> Tensor:
+def run(x: Tensor, buffers: list[Tensor], sizes: list[int], launch: list[int], activation: str) -> Tensor:
     """act(x Wᵀ + b).
 
     Where the kernel cannot run (no Triton, or a CPU), the dense product does the same, slowly: the weight is unpacked first.
 
     Args:
         x: [..., inputs]; float32, bfloat16 or float16.
-        weight, ins, last, outs, starts, empties: as in `Tiles`; the weight of x's type.
-        bias: float32, one an output.
-        outputs: how many.
-        tiling: the four numbers of `Tiling`.
+        buffers: weight (of x's type), ins, last, outs and starts, as in `Tiles`; and the bias, float32, one an output.
+        sizes: outputs, empties and the four numbers of `Tiling`.
         launch: tokens, warps, stages and the place of the loads in `LOADS`.
         activation: a key of `spartan.inference.cpu.ops.ACTIVATIONS`.
     """
     inputs, module = x.shape[-1], _kernel()
+    weight, ins, last, outs, starts, bias = buffers
+    outputs, empties, tile_n, tile_k, p, q = sizes
     if module is None or not available(x.device):
-        dense = unpack(Tiles(weight, ins, last, outs, starts, empties, Tiling(*tiling), (outputs, inputs)))
+        dense = unpack(Tiles(weight, ins, last, outs, starts, empties, Tiling(*sizes[2:]), (outputs, inputs)))
         return linear_torch(x, dense, bias, activation)
-    import triton
-
     y = x.new_empty(*x.shape[:-1], outputs)
     tokens = x.numel() // inputs
     if tokens == 0 or outputs == 0:
@@ -126,7 +96,6 @@ def run(
     rows = x.reshape(-1, inputs)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    tile_n, tile_k, p, q = tiling
     tile_m, warps, stages, loads = launch
     chunks, stride = starts.numel() - 1, rows.stride(0)
     tma = LOADS[loads].startswith("tma") and q == tile_k and tokens > 1
@@ -145,7 +114,7 @@ def run(
     # float32 as torch's own product would take it: in three parts unless TF32 was asked for.
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     with torch.cuda.device(x.device.index if x.is_cuda else -1):
-        module.tile_linear_kernel[(triton.cdiv(tokens, tile_m) * chunks,)](
+        module.tile_linear_kernel[(-(-tokens // tile_m) * chunks,)](
             *(given[0], given[1], bias, ins, last, outs, starts, given[2]),
             *(tokens, inputs, outputs, stride, outputs, chunks, outs.shape[0], empties),
             *(tile_m, tile_n, tile_k, p, q, activation, "tf32x3" if exact else "tf32", tma, tma_out),
@@ -156,15 +125,13 @@ def run(
     return y
 
 
-# The same as an operator that `torch.compile` takes as it is. Outside a graph the dispatcher would only add to the launch.
+# The same as an operator that `torch.compile` takes as it is.
 tile_linear = torch.library.custom_op("spartan::tile_linear", run, mutates_args=())
 
 
 @tile_linear.register_fake
-def _fake(
-    x: Tensor, weight: Tensor, ins: Tensor, last: Tensor, outs: Tensor, starts: Tensor, bias: Tensor, n: int, *_: Any
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], n)
+def _fake(x: Tensor, buffers: list[Tensor], sizes: list[int], *_: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], sizes[0])
 
 
 class DeviceLinear(InferenceLayer):
@@ -175,7 +142,7 @@ class DeviceLinear(InferenceLayer):
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
         super().__init__(activation)
         self.outputs, self.inputs = weight.shape
-        self.register_buffer("bias", weight.new_zeros(self.outputs) if bias is None else bias.detach().clone())
+        self.bias: Tensor = nn.Buffer(weight.new_zeros(self.outputs) if bias is None else bias.detach().clone())
 
     def part(self, x: Tensor, first: int, last: int) -> Tensor:
         """Outputs `first` to `last`, of all that are computed."""
@@ -207,24 +174,17 @@ class TileLinear(DeviceLinear):
         True
     """
 
-    tiles: Tensor
-    ins: Tensor
-    last: Tensor
-    outs: Tensor
-    starts: Tensor
-
     def __init__(
         self, weight: Tensor, bias: Tensor | None, tiling: Tiling, launch: Launch, activation: str = "none"
     ) -> None:
         super().__init__(weight, bias, activation)
         packed = pack(weight, tiling, span=max(1, launch.span // tiling.outputs))
-        for name in ("ins", "last", "outs", "starts"):
-            self.register_buffer(name, getattr(packed, name))
-        self.register_buffer("tiles", packed.weight)
+        self.tiles, self.ins, self.last = nn.Buffer(packed.weight), nn.Buffer(packed.ins), nn.Buffer(packed.last)
+        self.outs, self.starts = nn.Buffer(packed.outs), nn.Buffer(packed.starts)
         self.bias = self.bias.float()
         self.tiling, self.empties = tiling, packed.empties
         self.kernel = f"tiles {tiling}, {launch}"
-        self._tiling = [tiling.outputs, tiling.inputs, tiling.p, tiling.q]
+        self._sizes = [self.outputs, self.empties, tiling.outputs, tiling.inputs, tiling.p, tiling.q]
         self._launch = [launch.tokens, launch.warps, launch.stages, LOADS.index(launch.loads)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -245,8 +205,8 @@ class TileLinear(DeviceLinear):
         # Outside a graph the dispatcher would only add to the time of the launch.
         call: Callable[..., Tensor] = tile_linear if torch.compiler.is_compiling() else run
         tiles = self.tiles if self.tiles.dtype == x.dtype else self.tiles.to(x.dtype)
-        buffers = (self.ins, self.last, self.outs, self.starts, self.bias)
-        return call(x, tiles, *buffers, self.outputs, self.empties, self._tiling, self._launch, self.activation)
+        buffers = [tiles, self.ins, self.last, self.outs, self.starts, self.bias]
+        return call(x, buffers, self._sizes, self._launch, self.activation)
 
 
 def two_of_four(weight: Tensor) -> bool:
@@ -268,7 +228,7 @@ class SemiStructuredLinear(DeviceLinear):
         if not two_of_four(weight):
             raise ValueError("weight: of every four along the input at most two may differ from zero")
         super().__init__(weight, bias, activation)
-        self.register_buffer("weight", weight.detach().clone())
+        self.weight = nn.Buffer(weight.detach().clone())
         self._packed: Tensor | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -288,5 +248,5 @@ class SemiStructuredLinear(DeviceLinear):
         if self._packed is None:
             with warnings.catch_warnings(action="ignore"):  # torch calls these tensors a prototype
                 self._packed = torch.sparse.to_sparse_semi_structured(self.weight)
-        y = torch.nn.functional.linear(x, self._packed, self.bias)
+        y = nn.functional.linear(x, self._packed, self.bias)
         return ACTIVATIONS[self.activation][1](y)

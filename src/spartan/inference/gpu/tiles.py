@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spartan.inference.cpu.ops import in_blocks
+
 # More rows of blocks than this are grouped by their number of blocks alone.
 CLUSTER_ROWS = 2048
 # Writing a group's outputs takes about as long as this many steps.
@@ -47,28 +49,16 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Tiles:
-    """A packed weight.
+    """A packed weight; all but the weight itself is int32. (The kernel reads `ins` and `last` one step ahead.)"""
 
-    Args:
-        weight: [steps, inputs, outputs] of the tiling; at least one step, which may go unused.
-        ins: int32 [steps + 1, inputs / q], the column of blocks of each part; one beyond the last fills a step up. The
-            kernel reads one step ahead.
-        last: int32 [steps + 1], the group that a step completes, else −1.
-        outs: int32 [groups, outputs / p], the row of blocks of each part; one beyond the last fills a group up.
-        starts: int32 [chunks + 1], the first step of each chunk.
-        empties: how many groups, at the end, have no step.
-        tiling: sizes of tiles and blocks.
-        shape: of the dense weight, outputs × inputs.
-    """
-
-    weight: Tensor
-    ins: Tensor
-    last: Tensor
-    outs: Tensor
-    starts: Tensor
-    empties: int
+    weight: Tensor  # [steps, inputs, outputs] of the tiling; at least one step, which may go unused
+    ins: Tensor  # [steps + 1, inputs / q], the column of blocks of each part; one beyond the last fills a step up
+    last: Tensor  # [steps + 1], the group that a step completes, else −1
+    outs: Tensor  # [groups, outputs / p], the row of blocks of each part; one beyond the last fills a group up
+    starts: Tensor  # [chunks + 1], the first step of each chunk
+    empties: int  # how many groups, at the end, have no step
     tiling: Tiling
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # of the dense weight, outputs × inputs
 
 
 def blocks_of(nonzero: Tensor, p: int, q: int) -> Tensor:
@@ -78,9 +68,7 @@ def blocks_of(nonzero: Tensor, p: int, q: int) -> Tensor:
         >>> blocks_of(torch.eye(3) != 0, 2, 2).tolist()
         [[True, False], [False, True]]
     """
-    outputs, inputs = nonzero.shape
-    padded = F.pad(nonzero, (0, -inputs % q, 0, -outputs % p))
-    return padded.reshape(padded.shape[0] // p, p, -1, q).any(3).any(1)
+    return in_blocks(nonzero, p, q).any(3).any(1)
 
 
 def group_rows(keep: Tensor, size: int) -> Tensor:
@@ -93,8 +81,7 @@ def group_rows(keep: Tensor, size: int) -> Tensor:
         >>> group_rows(keep, 2).tolist()
         [[1, 3], [0, 2]]
     """
-    rows = len(keep)
-    keep = keep.cpu()
+    keep, rows = keep.cpu(), len(keep)
     order = keep.sum(1).argsort(descending=True, stable=True)
     order = torch.cat((order, torch.full((-rows % size,), rows)))
     if size == 1 or rows <= size or rows > CLUSTER_ROWS:
@@ -155,8 +142,7 @@ def pack(weight: Tensor, tiling: Tiling, span: int) -> Tiles:
     groups, columns = plan(keep, tiling)
     counts = -(-columns.sum(1) // parts)
     filled = int((counts > 0).sum())
-    chunks = max(1, -(-filled // span)) if filled else 1
-    dealt = deal(counts.tolist(), chunks)
+    dealt = deal(counts.tolist(), chunks=max(1, -(-filled // span)))
     order = torch.tensor([g for chunk in dealt for g in chunk], dtype=torch.int64)
     groups = torch.cat((groups[order], groups[counts == 0]))
     counts, columns = counts[order], columns[order]
