@@ -3,8 +3,6 @@
 Nothing but torch is needed for our own; torchvision and timm are imported when a name asks for them.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

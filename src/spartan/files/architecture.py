@@ -5,8 +5,6 @@ the file's tensors do not account for, and fetches nothing: names of torchvision
 that are known to be sizes and rates only, and first without memory, to compare the shapes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from contextlib import suppress

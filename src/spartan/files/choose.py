@@ -1,7 +1,5 @@
 """Chooses the code that is smallest for a tensor: dense, or mask, gaps (of entries or of blocks) or N:M."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -50,7 +48,7 @@ class Code:
         return self.name + parameter + (f" {self.h}x{self.w}" if self.h * self.w > 1 else "")
 
     @classmethod
-    def parse(cls, text: object) -> Code:
+    def parse(cls, text: object) -> "Code":
         """The code that `str` gives this text for; ValueError if there is none.
 
         Example:

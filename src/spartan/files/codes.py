@@ -15,8 +15,6 @@ which is at most 0.56 bits per kept unit over the bound however the units lie (2
 with 32-bit ones), and 0.02 to 0.12 bits if they are dropped at random. From about 40% kept on, the mask is smaller.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -17,8 +17,6 @@ so on, for each dtype. (Header entries for each would take a tenth of what a Res
 checked against the size of the file before memory is taken for it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Describes a packed file: what is in it, and how near its size is to the information bound."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Loads packed files: the model (`spartan.load`), or its tensors (`read`)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Choices are numbered in the order of `itertools.combinations`. t numbers make on
 that needs: for 2:4 17 numbers in 44 bits, 2.588 bits a group where log₂ 6 = 2.585 and a mask takes 4.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Saves a model in one file, its sparse tensors packed (`spartan.save`)."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

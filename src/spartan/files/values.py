@@ -6,8 +6,6 @@ they go into the Golomb–Rice code of `codes`, at 1.5 to 3 bits instead of 8. S
 bound, which takes values for random bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

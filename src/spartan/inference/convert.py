@@ -1,7 +1,5 @@
 """Turns a sparse model into one that runs fast: puts layers on sparse kernels where they win on this machine."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ module called several times, the calling module is replaced by its rewritten gra
 module whose forward cannot be traced, or takes optional arguments, or carries hooks is left alone.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import operator

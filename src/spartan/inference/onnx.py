@@ -1,7 +1,5 @@
 """Exports models to ONNX: dense tensors with the zeros in them, for ONNX Runtime and whatever else reads the format."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ weight; `spartan.inference.gpu` has those for CUDA devices. They hold buffers, n
 differentiated through.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 

@@ -1,7 +1,5 @@
 """The modules that stand in for torch's in an accelerated model: attention, max pooling, convolutions without overlap."""
 
-from __future__ import annotations
-
 from typing import TypeGuard
 
 import torch

@@ -4,8 +4,6 @@ Run by the package's build (`setup.py`, which loads this file by its path: nothi
 and, where no compiled library came with the package (editable installs, source checkouts), on first use.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

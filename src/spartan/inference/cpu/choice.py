@@ -1,7 +1,5 @@
 """Chooses the kernel that runs a layer: times a few at the layer's own shape, and keeps the answer on disk."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

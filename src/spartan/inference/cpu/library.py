@@ -5,8 +5,6 @@ In this order: the library that came with the package; the one compiled earlier 
 it works, and where `SPARTAN_NO_KERNELS=1` says so, layers run in plain torch and `status()` says why.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -9,8 +9,6 @@ outputs of groups that use it (with h = 1: the outputs that use it); a dense pro
 NaN passes through the activations, as in torch.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Chooses the kernel that runs a linear layer on a CUDA device: times a few at its own shape, and keeps the answer."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -8,8 +8,6 @@ group of 64 outputs of 768 inputs has but one or two steps, and a loop for each 
 # Triton compiles the source below; its types are its own.
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs, no-check-untyped-defs
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

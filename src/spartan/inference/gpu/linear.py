@@ -5,8 +5,6 @@ Blocks that are not stored are not multiplied, so a NaN or an infinity in the in
 use its block. Products are summed in float32; bias and activation come before the one rounding.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable

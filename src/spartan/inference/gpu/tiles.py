@@ -6,8 +6,6 @@ step: one tensor-core product each. Rows with the same columns go into one group
 zeros. Groups are dealt out to *chunks* (programs of the kernel) so that all have about as many steps.
 """
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass
 
