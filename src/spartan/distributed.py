@@ -1,6 +1,7 @@
 """Reads weights that lie in shards on several processes (DTensors, by FSDP2 or tensor parallelism), and sums over these.
 
-Every process works on its own shard. Nothing is ever gathered: what crosses the wire is a few sums, a few counts, a flag.
+Every process works on its own shard. Nothing is ever gathered: what crosses the wire is a few sums, a few counts, a
+flag.
 """
 
 import sys

@@ -57,8 +57,8 @@ class Sparsifier:
         warmup: fraction of total_steps over which the sparsity grows; None is the method's own.
         finetune: fraction of total_steps, at the end, with the mask fixed; None is the method's own.
         count: "targets", or "model": biases and norms count too, and the targets get sparser to make up for it.
-        min_density: fraction of a layer that is kept at least, where layers share a budget; or {glob: fraction}. Seen to
-            while the budget changes, then every hundredth of the run, and when the mask is fixed.
+        min_density: fraction of a layer that is kept at least, where layers share a budget; or {glob: fraction}. Seen
+            to while the budget changes, then every hundredth of the run, and when the mask is fixed.
         kernels: "auto" (Triton on a CUDA device, chunks of weights on a CPU), "torch" or "triton".
 
     Example:

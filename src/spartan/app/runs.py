@@ -24,8 +24,8 @@ INCIDENTAL_DATA = ("path", "download", "workers")
 class RunFolder:
     """The files of one run, each read when it is first asked for. A run is finished if and only if it has a summary.
 
-    What is missing, cut off or damaged counts as not there: a report can be had of every run. Only `config` insists on a
-    recipe that could be run; `read_run` is for those who cannot go on without one.
+    What is missing, cut off or damaged counts as not there: a report can be had of every run. Only `config` insists on
+    a recipe that could be run; `read_run` is for those who cannot go on without one.
     """
 
     folder: Path

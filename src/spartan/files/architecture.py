@@ -1,8 +1,8 @@
 """Builds models from references: what a file says about the model whose weights it holds.
 
-A reference is a name and plain numbers. To build a model for one never runs code that the file names, takes no memory that
-the file's tensors do not account for, and fetches nothing: names of torchvision, timm and this library only, arguments
-that are known to be sizes and rates only, and first without memory, to compare the shapes.
+A reference is a name and plain numbers. To build a model for one never runs code that the file names, takes no memory
+that the file's tensors do not account for, and fetches nothing: names of torchvision, timm and this library only,
+arguments that are known to be sizes and rates only, and first without memory, to compare the shapes.
 """
 
 import re

@@ -28,9 +28,9 @@ _TEXT = re.compile(rf"(mask|gaps {_NUMBER})(?: {_NUMBER}x{_NUMBER})?|nm {_NUMBER
 class Code:
     """How the kept entries of a tensor are found: the name of the code and its parameters.
 
-    `mask` and `gaps` are over blocks of h × w entries of the tensor seen as a matrix (rows by the first dimension), 1 × 1
-    for single entries; `k` is the parameter of `gaps`. `nm` keeps n of every m entries in row-major order, after moving
-    the second dimension last if `inputs_last`.
+    `mask` and `gaps` are over blocks of h × w entries of the tensor seen as a matrix (rows by the first dimension), 1 ×
+    1 for single entries; `k` is the parameter of `gaps`. `nm` keeps n of every m entries in row-major order, after
+    moving the second dimension last if `inputs_last`.
     """
 
     name: str

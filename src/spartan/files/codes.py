@@ -2,17 +2,18 @@
 
 Bits are packed into bytes without loops: eight at a time, the first in the lowest place.
 
-The bound. To say which c of n units are kept takes log₂ C(n, c) ≤ n·H(c/n) bits, H(p) = −p log₂ p − (1−p) log₂(1−p), and
-their values take c·b bits.
+The bound. To say which c of n units are kept takes log₂ C(n, c) ≤ n·H(c/n) bits, H(p) = −p log₂ p − (1−p) log₂(1−p),
+and their values take c·b bits.
 
-Gaps. Kept units i₀ < i₁ < … are written as the numbers of dropped ones before each, g_j = i_j − i_{j−1} − 1, and each g as
-its k low bits and the quotient ⌊g/2^k⌋ in unary, zeros and a closing one (Golomb, 1966; Rice, 1979). The low bits of all
-gaps come first, one row of bits for each of the k places, then all quotients. That costs
+Gaps. Kept units i₀ < i₁ < … are written as the numbers of dropped ones before each, g_j = i_j − i_{j−1} − 1, and each g
+as its k low bits and the quotient ⌊g/2^k⌋ in unary, zeros and a closing one (Golomb, 1966; Rice, 1979). The low bits of
+all gaps come first, one row of bits for each of the k places, then all quotients. That costs
 
     c(k + 1) + Σ ⌊g/2^k⌋  ≤  c(k + 1) + (n − c)/2^k   bits,
 
-which is at most 0.56 bits per kept unit over the bound however the units lie (2.4% of the whole with 16-bit values, 1.4%
-with 32-bit ones), and 0.02 to 0.12 bits if they are dropped at random. From about 40% kept on, the mask is smaller.
+which is at most 0.56 bits per kept unit over the bound however the units lie (2.4% of the whole with 16-bit values,
+1.4% with 32-bit ones), and 0.02 to 0.12 bits if they are dropped at random. From about 40% kept on, the mask is
+smaller.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Reads and writes the container: a safetensors file whose header says how its tensors are packed, and its checksum.
 
-A safetensors file is the header's length (8 bytes, little-endian), the header (JSON: for every tensor its dtype, shape and
-place; under `__metadata__` strings), and the data. Ours has these strings besides `format`:
+A safetensors file is the header's length (8 bytes, little-endian), the header (JSON: for every tensor its dtype, shape
+and place; under `__metadata__` strings), and the data. Ours has these strings besides `format`:
 
     spartan.version        the version of this format
     spartan.sha256         of the header, with 64 zeros in this place, and the data
@@ -11,10 +11,10 @@ place; under `__metadata__` strings), and the data. Ours has these strings besid
     spartan.architecture   JSON: the model's name and arguments
     spartan.pattern, spartan.sparsity
 
-Dense tensors have their own names. What packed ones need lies one after the other, in the order of `spartan.tensors`: the
-bytes that say where entries go, and coded values, in `spartan:bytes`, values that are not coded in `spartan:values:F32` and
-so on, for each dtype. (Header entries for each would take a tenth of what a ResNet-50 at 99% does.) Everything here is
-checked against the size of the file before memory is taken for it.
+Dense tensors have their own names. What packed ones need lies one after the other, in the order of `spartan.tensors`:
+the bytes that say where entries go, and coded values, in `spartan:bytes`, values that are not coded in
+`spartan:values:F32` and so on, for each dtype. (Header entries for each would take a tenth of what a ResNet-50 at 99%
+does.) Everything here is checked against the size of the file before memory is taken for it.
 """
 
 import ctypes

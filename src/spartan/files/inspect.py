@@ -13,8 +13,8 @@ from spartan.wording import aligned
 def bound_bytes(spec: Spec) -> float:
     """The information bound of a stored tensor in bytes: over its units if it is packed, its own size if it is dense.
 
-    Values count in full: where their exponents are coded, the tensor can be smaller. N:M keeps n of every m: log₂ C(m, n)
-    bits a group, which is less than what H of its density gives.
+    Values count in full: where their exponents are coded, the tensor can be smaller. N:M keeps n of every m: log₂ C(m,
+    n) bits a group, which is less than what H of its density gives.
     """
     bits = 8 * spec.dtype.itemsize
     if spec.code is None:

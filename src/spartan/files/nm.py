@@ -1,7 +1,7 @@
 """Writes which n of every m are kept (N:M sparsity), as the number of the choice among all C(m, n).
 
-Choices are numbered in the order of `itertools.combinations`. t numbers make one word, Σ aᵢ C(m, n)ⁱ, of as many bits as
-that needs: for 2:4 17 numbers in 44 bits, 2.588 bits a group where log₂ 6 = 2.585 and a mask takes 4.
+Choices are numbered in the order of `itertools.combinations`. t numbers make one word, Σ aᵢ C(m, n)ⁱ, of as many bits
+as that needs: for 2:4 17 numbers in 44 bits, 2.588 bits a group where log₂ 6 = 2.585 and a mask takes 4.
 """
 
 import itertools

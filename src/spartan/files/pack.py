@@ -56,8 +56,8 @@ def save(
         dtype: float32, bfloat16 or float16: what to store every floating-point tensor in. None: each in its own.
         pattern: the pattern the model was trained with, if the smallest code should not be left to be found.
         architecture: what `load` needs to build the model by itself: a name (`torchvision/resnet50`, `timm/…`,
-            `digits-cnn`, …), or a dict with `model` and any of `classes`, `shape` (of an image) and `args`. None: timm's
-            models are recognised; others have to be passed to `load`.
+            `digits-cnn`, …), or a dict with `model` and any of `classes`, `shape` (of an image) and `args`. None:
+            timm's models are recognised; others have to be passed to `load`.
 
     Example:
         >>> import tempfile

@@ -1,9 +1,9 @@
 """Writes kept values in a code: trained weights use few of their exponents, and most of them use two or three.
 
-A float is a sign, an exponent and a mantissa. Signs and mantissas are close to random and are stored as they are. Exponents
-are not: the weights that pruning keeps lie between its threshold and a few times that. Numbered by how often they occur,
-they go into the Golomb–Rice code of `codes`, at 1.5 to 3 bits instead of 8. So a file can be smaller than the information
-bound, which takes values for random bits.
+A float is a sign, an exponent and a mantissa. Signs and mantissas are close to random and are stored as they are.
+Exponents are not: the weights that pruning keeps lie between its threshold and a few times that. Numbered by how often
+they occur, they go into the Golomb–Rice code of `codes`, at 1.5 to 3 bits instead of 8. So a file can be smaller than
+the information bound, which takes values for random bits.
 """
 
 from dataclasses import dataclass

@@ -22,8 +22,8 @@ M = TypeVar("M", bound=nn.Module)
 Seen = tuple[tuple[int, ...], torch.dtype]
 KERNELS = ("auto", "dense", "sparse")
 _LAUNCHES = "called as it is, the dense model is launched sooner; for a CUDA graph use kernels='sparse'"
-# Shapes to measure at where no example inputs say which: a few hundred tokens (on a GPU, some thousands), an image of middle
-# size.
+# Shapes to measure at where no example inputs say which: a few hundred tokens (on a GPU, some thousands), an image of
+# middle size.
 _TOKENS, _GPU_TOKENS, _SIDE = 256, 8192, 28
 
 
@@ -48,18 +48,18 @@ def accelerate(
     """A copy of the model, for inference, whose linear layers, convolutions and attention run sparse kernels where they win.
 
     Batch norms, activations and residual sums become part of the layer before them where the model's graph allows. Each
-    layer's candidates are timed once and the answer kept on disk; `explain` tells what was chosen. The copy computes the
-    same function up to rounding, has no gradients and cannot be trained. The model given is left as it is.
+    layer's candidates are timed once and the answer kept on disk; `explain` tells what was chosen. The copy computes
+    the same function up to rounding, has no gradients and cannot be trained. The model given is left as it is.
 
     Args:
         model: with zeros in its weights; float32 or bfloat16, on a GPU also float16.
         kernels: "auto" takes what is fastest on this machine, "sparse" a sparse kernel wherever there is a zero and a
             kernel, "dense" leaves every layer as it is.
-        device: where the copy shall run; by default where the model is. There are sparse kernels for the CPU and, of linear
-            layers and attention, for CUDA devices.
-        example_inputs: one call's inputs (a tensor, a tuple of arguments, or a dict of keyword arguments). Layers are timed
-            at the shapes seen in it, and the copy is checked against the model on it. Without them layers are timed at 256
-            tokens (on a GPU 8192) or images of 28×28.
+        device: where the copy shall run; by default where the model is. There are sparse kernels for the CPU and, of
+            linear layers and attention, for CUDA devices.
+        example_inputs: one call's inputs (a tensor, a tuple of arguments, or a dict of keyword arguments). Layers are
+            timed at the shapes seen in it, and the copy is checked against the model on it. Without them layers are
+            timed at 256 tokens (on a GPU 8192) or images of 28×28.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))

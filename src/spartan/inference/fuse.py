@@ -1,10 +1,11 @@
 """Puts batch norms, activations and residual sums into the layer before them.
 
-Every module that calls layers is looked at by itself, with the modules it calls as black boxes (a trace by torch.fx). What
-feeds only the next step is merged: convolution → batch norm → (+ residual) → activation, linear → activation. Where the
-step that becomes part of a layer is a module of its own it is replaced by `nn.Identity`; where it is a function, a sum or a
-module called several times, the calling module is replaced by its rewritten graph. The model itself keeps its class. A
-module whose forward cannot be traced, or takes optional arguments, or carries hooks is left alone.
+Every module that calls layers is looked at by itself, with the modules it calls as black boxes (a trace by torch.fx).
+What feeds only the next step is merged: convolution → batch norm → (+ residual) → activation, linear → activation.
+Where the step that becomes part of a layer is a module of its own it is replaced by `nn.Identity`; where it is a
+function, a sum or a module called several times, the calling module is replaced by its rewritten graph. The model
+itself keeps its class. A module whose forward cannot be traced, or takes optional arguments, or carries hooks is left
+alone.
 """
 
 import copy

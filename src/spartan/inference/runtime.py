@@ -1,8 +1,8 @@
 """The layers of an accelerated model, for inference: each adds bias, activation and (convolutions) a residual in one call.
 
-`DenseLinear` and `DenseConv2d` run torch's dense products; `SparseLinear` and `SparseConv2d` run the CPU kernels on a packed
-weight; `spartan.inference.gpu` has those for CUDA devices. They hold buffers, not parameters, and refuse to train or to be
-differentiated through.
+`DenseLinear` and `DenseConv2d` run torch's dense products; `SparseLinear` and `SparseConv2d` run the CPU kernels on a
+packed weight; `spartan.inference.gpu` has those for CUDA devices. They hold buffers, not parameters, and refuse to
+train or to be differentiated through.
 """
 
 from collections.abc import Callable, Mapping

@@ -166,8 +166,8 @@ class PatchConv(nn.Module):
     """A convolution whose windows do not overlap, as a product with a row for each window.
 
     Its output is that of `linear` on patches [images, windows, channels · height · width]. The first layer of a vision
-    transformer is one. As a convolution of three channels it is a poor fit for tensor cores: on an H200, in bfloat16, it
-    takes a tenth of the whole dense ViT-B/16 (0.58 ms for 64 images); as a product of patches 0.06 ms.
+    transformer is one. As a convolution of three channels it is a poor fit for tensor cores: on an H200, in bfloat16,
+    it takes a tenth of the whole dense ViT-B/16 (0.58 ms for 64 images); as a product of patches 0.06 ms.
 
     Example:
         >>> from spartan.inference.fuse import plain_conv

@@ -20,9 +20,9 @@ class ACDC(Method):
         sparse phase      θ ← Π_k(θ), M = [θ ≠ 0]               once, when it begins
                           θ ← M ⊙ (θ − η · M ⊙ ∇L(θ))           at every step
 
-    The run begins dense, alternates, and ends with a longer dense phase and a longer sparse one: finetuning. Lengths are
-    fractions of the run; the defaults are the paper's for 100 epochs: 10 dense, then 5 sparse, 5 dense, 5 sparse, …,
-    10 dense from epoch 75, and 15 sparse (`finetune`). Its CIFAR-10 runs of 200 epochs have longer ones,
+    The run begins dense, alternates, and ends with a longer dense phase and a longer sparse one: finetuning. Lengths
+    are fractions of the run; the defaults are the paper's for 100 epochs: 10 dense, then 5 sparse, 5 dense, 5 sparse,
+    …, 10 dense from epoch 75, and 15 sparse (`finetune`). Its CIFAR-10 runs of 200 epochs have longer ones,
     `ACDC(first_dense=0.05, phase=0.1)`. Momentum of pruned weights is left to fade during a sparse phase.
 
     Args:

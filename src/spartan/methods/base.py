@@ -8,9 +8,9 @@ The run calls, for all segments at once:
     observe   before each step: look at the gradient for w, dense, not masked     (no gradient)
     freeze    when finetuning begins: the mask that stays
 
-A method object holds settings only. What it knows about a run lies with the solver it is given: the masks chosen last, and
-`solver.state` (masks, scores, learned parameters), which is saved with the run. The solver sees one part of the model; most
-models have one. Vectors over units, such as `solver.scores()`, have an entry for every unit of it.
+A method object holds settings only. What it knows about a run lies with the solver it is given: the masks chosen last,
+and `solver.state` (masks, scores, learned parameters), which is saved with the run. The solver sees one part of the
+model; most models have one. Vectors over units, such as `solver.scores()`, have an entry for every unit of it.
 """
 
 from abc import ABC, abstractmethod

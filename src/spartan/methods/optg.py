@@ -22,9 +22,10 @@ class OptG(ScoredMasks):
         S ← S − η · σ(t) · Σ ∇L(w) ⊙ θ                    straight through the top-k, summed over each unit, kept or not
         1 − k/d = sparsity · σ(t),  σ(t) = sigmoid(b · (t/W − ½))
 
-    with W the warm-up, by default the whole run, and σ stretched to run from 0 to 1. While the weights move fast nothing is
-    pruned and scores barely move, so that what they add up is the gradient of a network much like the one to be pruned:
-    a criterion that looks at weights one by one is wrong where many change at once (the paper's independence paradox).
+    with W the warm-up, by default the whole run, and σ stretched to run from 0 to 1. While the weights move fast
+    nothing is pruned and scores barely move, so that what they add up is the gradient of a network much like the one to
+    be pruned: a criterion that looks at weights one by one is wrong where many change at once (the paper's independence
+    paradox).
 
     S follows the optimizer of the weights, at its learning rate and with its momentum, without weight decay. Scores
     start at zero; a run without a warm-up (`warmup=0`) at first keeps the units that come first.

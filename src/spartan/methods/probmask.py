@@ -33,15 +33,16 @@ class ProbMask(Method):
         Π: the nearest point of {0 ≤ s ≤ 1, Σ c·s ≤ k}            s ← min(max(s − v·c, 0), 1) with one shift v
 
     Every s starts at 1. The budget k stays whole for a while, then falls as a cubic; τ falls until finetuning, when the
-    k units of largest s are kept and the others are gone: until then the model is soft-masked, not sparse, and `density`
-    counts what would be kept now. Once s is 0 or 1 a unit's mask no longer varies, and its s no longer learns.
+    k units of largest s are kept and the others are gone: until then the model is soft-masked, not sparse, and
+    `density` counts what would be kept now. Once s is 0 or 1 a unit's mask no longer varies, and its s no longer
+    learns.
 
     The method runs Adam for s itself, whatever optimizer trains the weights, with the learning rate falling to 0 as a
     cosine until finetuning. The paper finetunes the best of ten sampled masks, whose cost is k on average only.
 
     Args:
-        score_lr: η_s at the start. None is the paper's 0.006 for runs of its 58,800 steps or more; shorter ones take as much
-            longer strides, up to 0.2, or the probabilities would not get to 0 and 1 in time.
+        score_lr: η_s at the start. None is the paper's 0.006 for runs of its 58,800 steps or more; shorter ones take as
+            much longer strides, up to 0.2, or the probabilities would not get to 0 and 1 in time.
         temperature: τ over training, a schedule or a number.
         hold: fraction of the warm-up before the budget begins to fall.
 
@@ -155,8 +156,8 @@ def project(solver: TorchSolver, s: Tensor) -> Tensor:
 
         min(max(s − v·c, 0), 1) with the smallest v ≥ 0 for which Σ c·s ≤ k
 
-    v, one per segment, is found by bracketed Newton on the piecewise linear Σ c·s(v) = k, with costs in multiples of the
-    dearest. The number of passes is fixed, so that nothing waits for the device; of all passes the best counts.
+    v, one per segment, is found by bracketed Newton on the piecewise linear Σ c·s(v) = k, with costs in multiples of
+    the dearest. The number of passes is fixed, so that nothing waits for the device; of all passes the best counts.
     """
     prices, k = solver.problem.unit_costs, send(solver.k, solver.device)
     costs, unit = solver.constant([float(x) for x in prices]), max(prices)

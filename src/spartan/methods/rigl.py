@@ -16,8 +16,8 @@ class RigL(ByGradient):
         M ← M plus as many of the others, largest in |∇L(M ⊙ θ)|, from θ = 0
         f_t = f/2 · (1 + cos(πt/T_end))                        T_end: when finetuning begins, at 75% by default
 
-    The gradient is the one of the step just taken, for all weights, accumulated as the optimizer sees it. A unit that is
-    dropped and grown again at once keeps its value. Layers share a budget with `budget="global"`.
+    The gradient is the one of the step just taken, for all weights, accumulated as the optimizer sees it. A unit that
+    is dropped and grown again at once keeps its value. Layers share a budget with `budget="global"`.
 
     Differences from the paper: its Algorithm 1 updates the mask in the place of a gradient step (its code: with a batch
     of its own, between two steps), here the update follows the step whose gradient it uses. Its code clears the

@@ -35,8 +35,8 @@ class STR(Method):
         init: s at the start. The paper's ResNet-50 starts from −3200, where sigmoid(s) and its slope are 0, and relies
             on weight decay over 100 epochs to bring s up; −5 learns from the first step.
         decay: weight decay of s; the paper's is that of the weights, and is what makes its own form sparse. None is the
-            optimizer's default, which is 0 where each of its parameter groups has one of its own, as in the recipes. For
-            the exact form it hardly matters: it moves all thresholds together, and λ takes that back.
+            optimizer's default, which is 0 where each of its parameter groups has one of its own, as in the recipes.
+            For the exact form it hardly matters: it moves all thresholds together, and λ takes that back.
 
     Example:
         >>> model = torch.nn.Linear(8, 8)

@@ -24,13 +24,13 @@ class SpartanLearned(Method):
         θ ← θ − η · ∂σ/∂θ · ∇L(θ̃)                   dual averaging, for both: the gradient ignores the projection
         φ ← φ − η · ∂σ/∂φ · ∇L(θ̃)
 
-    The paper names this extension without an experiment; what follows is this library's. φ holds one number per unit and
-    starts at its magnitude (the value per cost by which Spartan ranks), so that the first mask is Spartan's. It is
+    The paper names this extension without an experiment; what follows is this library's. φ holds one number per unit
+    and starts at its magnitude (the value per cost by which Spartan ranks), so that the first mask is Spartan's. It is
     trained by the optimizer of the weights, without weight decay, which would only soften the mask.
 
     Magnitudes drift apart while the weights train, and the same β gives Spartan a mask that sharpens; φ moves through
-    the mask alone, which a soft mask hardly lets it: at Spartan's own β the mask stays soft and the weights small. So β is
-    counted in units of 1/φ̄, φ̄ the mean of φ at the start: then it means the same for weights of any size, and the
+    the mask alone, which a soft mask hardly lets it: at Spartan's own β the mask stays soft and the weights small. So β
+    is counted in units of 1/φ̄, φ̄ the mean of φ at the start: then it means the same for weights of any size, and the
     values of φ move at the pace of the weights.
 
     Args:

@@ -35,8 +35,8 @@ class SViTE(ByGradient):
     paper's code, the gradient of each would be zero because of the other, unless its bias is not.
 
     Args:
-        every: n, optimizer steps between two updates of the mask. None is a hundredth of the run; the paper's are 15,000
-            of 1.5 million (DeiT-Tiny, DeiT-Small) and 7,000 of 750,000 (DeiT-Base).
+        every: n, optimizer steps between two updates of the mask. None is a hundredth of the run; the paper's are
+            15,000 of 1.5 million (DeiT-Tiny, DeiT-Small) and 7,000 of 750,000 (DeiT-Base).
         fraction: f, of the kept units, what the first updates replace.
         importance: "magnitude" or "taylor"; None is "taylor" for heads and "magnitude" for everything else.
 

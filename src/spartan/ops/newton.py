@@ -1,9 +1,9 @@
 """Finds the dual of a soft top-k mask: one scalar a budget, by Newton's method on the logit of the budget fraction.
 
-With two columns the transport problem of the paper (Sec. 3.1) has a single free dual. Write u = v/c, C = Σc and the mask as
-m = sigmoid(βu + μ); μ is the root of the monotone F(μ) = Σ c m = k. With D = Σ c m(1−m), h(μ) = logit(F/C) − logit(k/C) has
-0 < h' = C·D/(F(C−F)) ≤ 1, so the plain step μ − h never overshoots, and h is almost linear: two to four passes to 1e-6
-from the hard threshold. Who passes over the units, and how, is not known here: a `Root` is told F and D.
+With two columns the transport problem of the paper (Sec. 3.1) has a single free dual. Write u = v/c, C = Σc and the
+mask as m = sigmoid(βu + μ); μ is the root of the monotone F(μ) = Σ c m = k. With D = Σ c m(1−m), h(μ) = logit(F/C) −
+logit(k/C) has 0 < h' = C·D/(F(C−F)) ≤ 1, so the plain step μ − h never overshoots, and h is almost linear: two to four
+passes to 1e-6 from the hard threshold. Who passes over the units, and how, is not known here: a `Root` is told F and D.
 """
 
 import math
@@ -65,16 +65,11 @@ class Root:
     the hard threshold.
 
     Args:
-        k: budget.
-        total: C, what everything costs.
-        beta: sharpness, finite.
-        start: where the hard mask ends, or a guess of τ = −μ/β.
-        ends: the smallest and the largest u, between which the root is bracketed; None if nobody has looked.
-        dtype: of the units.
-        tol: allowed |F − k| / k; None means 1e-6 for float32 and 1e-13 for float64.
-        trust: whether a step is taken without another pass where what it leaves at most (`rest_of_step`) is in tolerance.
-        plain: whether the center may be 0 where that is as good, which saves a subtraction.
-        most: passes.
+        k: budget. total: C, what everything costs. beta: sharpness, finite. start: where the hard mask ends, or a guess
+        of τ = −μ/β. ends: the smallest and the largest u, between which the root is bracketed; None if nobody has
+        looked. dtype: of the units. tol: allowed |F − k| / k; None means 1e-6 for float32 and 1e-13 for float64. trust:
+        whether a step is taken without another pass where what it leaves at most (`rest_of_step`) is in tolerance.
+        plain: whether the center may be 0 where that is as good, which saves a subtraction. most: passes.
     """
 
     def __init__(

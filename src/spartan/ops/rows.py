@@ -1,6 +1,7 @@
 """Solves many small budgets at once: n of the m units of every row, hard and soft, without a look at the device.
 
-A soft mask of a row is m = sigmoid(β(u − center) + offset) with Σ m = n, as in `soft_topk`, one center and offset a row.
+A soft mask of a row is m = sigmoid(β(u − center) + offset) with Σ m = n, as in `soft_topk`, one center and offset a
+row.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The problem: which units there are, what they cost, and who competes with whom for how much.
 
-Budgets of the whole model and of each layer are the same question, a segmented top-k: units with a value per cost u and a
-cost c, and segments of whole targets with a budget k each. It says nothing of how it is answered; that is `solvers`.
+Budgets of the whole model and of each layer are the same question, a segmented top-k: units with a value per cost u and
+a cost c, and segments of whole targets with a budget k each. It says nothing of how it is answered; that is `solvers`.
 """
 
 import math
@@ -23,8 +23,8 @@ from spartan.problem.targets import Globs, Target, find_targets, unwrap
 class Segment:
     """Targets, by number, that compete for one budget: `whole` times the scheduled density, less what is `reserved`.
 
-    Usually the whole is what its targets cost and nothing is reserved. A target at its `min_density` is a segment of its
-    own; what such targets keep is reserved of the budget that the others share.
+    Usually the whole is what its targets cost and nothing is reserved. A target at its `min_density` is a segment of
+    its own; what such targets keep is reserved of the budget that the others share.
     """
 
     targets: tuple[int, ...]
@@ -76,8 +76,8 @@ class Problem:
         self.all_units = [t.numel // n for t, n in zip(self.targets, self.sizes, strict=True)]
         # u = v / c_unit = factor · Σ|θ|
         self.factors = [c ** (self.value_power - 1.0) / n for c, n in zip(self.prices, self.sizes, strict=True)]
-        # Ties are cut by position in the weight. On an accelerator single weights stand in the order of memory instead, so
-        # that they are read as they lie; where that is row-major, as it mostly is, both are the same.
+        # Ties are cut by position in the weight. On an accelerator single weights stand in the order of memory instead,
+        # so that they are read as they lie; where that is row-major, as it mostly is, both are the same.
         self.by_memory = self.pattern.single and all(stands_by_memory(t) for t in self.targets)
         # Where weights lie in shards: the processes that hold the others, and where units stand in the whole.
         self.ranks = Ranks.of([t.parameter for t in self.targets])

@@ -19,8 +19,8 @@ from spartan.solvers.units import Units, masked
 class Masks(Units):
     """The masks of a part of the problem.
 
-    What is known of them: `a`, the selection that is kept; `b`, a larger one that some methods also train; `dual`, the soft
-    mask. `k` is what every segment may cost now.
+    What is known of them: `a`, the selection that is kept; `b`, a larger one that some methods also train; `dual`, the
+    soft mask. `k` is what every segment may cost now.
     """
 
     def __init__(self, problem: Problem, alias: bool = False) -> None:

@@ -205,8 +205,8 @@ class Pools:
     def pulled_back(self, pulls: Tensor, slopes: Tensor) -> Tensor:
         """c·a₁/a₂ at every unit: how far the budget pulls it back, from ∂L/∂m and m(1−m); 0 where the mask is flat.
 
-        A target with a NaN or infinite gradient is left out of a₁: its own gradient says so, and the others', which a loss
-        scaler may have found good already, stay finite.
+        A target with a NaN or infinite gradient is left out of a₁: its own gradient says so, and the others', which a
+        loss scaler may have found good already, stay finite.
         """
         units, costs = self.units, self.units.constant(self.problem.unit_costs)
         a1, a2 = units.sum_by_target(pulls * slopes, slopes)

@@ -161,9 +161,10 @@ def share_of(segments: int) -> int:
 class Bracket:
     """Where one of many units that lie on several processes is to be found, by counting what lies above a few pivots.
 
-    Keys are integers in the order of the values. The one looked for is the highest at which what lies at and above it no
-    longer fits the room. A round sums over the processes how many units lie above each pivot, and so learns between which
-    two the key is; the next round divides what is between. It ends when so few are left that they can be told apart.
+    Keys are integers in the order of the values. The one looked for is the highest at which what lies at and above it
+    no longer fits the room. A round sums over the processes how many units lie above each pivot, and so learns between
+    which two the key is; the next round divides what is between. It ends when so few are left that they can be told
+    apart.
 
     Units are counted by price, so that sums of costs are exact.
     """

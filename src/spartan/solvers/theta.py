@@ -15,8 +15,8 @@ from spartan.problem.targets import Target
 class Theta:
     """θ of some targets.
 
-    `views` has one tensor per target, shaped and laid out as it is. If they are to be joined, and are of one kind, they lie
-    end to end in `flat`, in the order of memory, so that an operation on all of them is one.
+    `views` has one tensor per target, shaped and laid out as it is. If they are to be joined, and are of one kind, they
+    lie end to end in `flat`, in the order of memory, so that an operation on all of them is one.
 
     Args:
         targets: whose weights.

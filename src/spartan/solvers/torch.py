@@ -64,8 +64,8 @@ class TorchSolver(Gradients, Solver):
     def restart(self, where: Tensor, growing: bool = False) -> None:
         """θ ← 0 at these units; with `growing` only at the entries that the pattern starts from zero.
 
-        A unit that is not kept still moves by momentum and weight decay, unseen by the model, and w would start from where
-        it had drifted.
+        A unit that is not kept still moves by momentum and weight decay, unseen by the model, and w would start from
+        where it had drifted.
         """
         entries, pattern = self.per_target(self.spread(where)), self.problem.pattern
         for i, theta in enumerate(self.theta.views):

@@ -1,7 +1,7 @@
 """Writes the state of a run as plain tensors, numbers and dicts, by parameter name, and reads it back.
 
-`torch.load(..., weights_only=True)` reads it. Units stand in row-major order of their weight, whatever its memory, so that
-a run may go on on another kind of machine.
+`torch.load(..., weights_only=True)` reads it. Units stand in row-major order of their weight, whatever its memory, so
+that a run may go on on another kind of machine.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,8 @@
 """Knows which gradients are for w (fresh from backward) and which are already for θ.
 
 A turned gradient must not be turned again, and nothing may be accumulated onto it. One hook looks before every
-accumulation, another acts after it (the first also runs for `torch.autograd.grad`, which accumulates nothing); gradients
-written by hand are told by their identity and version.
+accumulation, another acts after it (the first also runs for `torch.autograd.grad`, which accumulates nothing);
+gradients written by hand are told by their identity and version.
 """
 
 import weakref

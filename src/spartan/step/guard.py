@@ -18,8 +18,8 @@ FAR = 1e-3  # a mask this far from its budget, as a fraction of it, deserves a w
 class Guard:
     """Watches over a model while a run works on it.
 
-    On an accelerator nothing waits for an answer: a flag on the device keeps θ as it is, and the error comes with a later
-    step, once the flag has arrived.
+    On an accelerator nothing waits for an answer: a flag on the device keeps θ as it is, and the error comes with a
+    later step, once the flag has arrived.
 
     Args:
         weights: θ of the run.

@@ -36,8 +36,8 @@ def export(
     """Write a trained model to one small file.
 
     The file is as small as the weights allow: zeros take next to no space. Any safetensors reader opens it, and
-    spartan.load("FILE") gives the model back, bit for bit, without a recipe. ONNX files hold dense float32 tensors, zeros
-    included, for other runtimes.
+    spartan.load("FILE") gives the model back, bit for bit, without a recipe. ONNX files hold dense float32 tensors,
+    zeros included, for other runtimes.
 
     \b
     spartan export runs/digits-spartan-0.95-seed0                 writes digits-spartan-0.95-seed0.safetensors
@@ -102,9 +102,9 @@ def inspect(
 ) -> None:
     """Show what is in a packed file.
 
-    For every tensor: its shape and type, the code it is stored in, what is kept, its bytes, and how far these are from the
-    information bound (kept · bits + n · H(density)). The checksum is checked. With --kernels each layer's kernels are timed
-    for one image, unless they were before.
+    For every tensor: its shape and type, the code it is stored in, what is kept, its bytes, and how far these are from
+    the information bound (kept · bits + n · H(density)). The checksum is checked. With --kernels each layer's kernels
+    are timed for one image, unless they were before.
 
     \b
     spartan inspect model.safetensors
@@ -139,9 +139,9 @@ def bench(
 ) -> None:
     """Measure size, speed and accuracy, before and after.
 
-    Before: dense tensors and torch's own layers. After: the packed file, and spartan's kernels for each layer where they are
-    faster on this machine. On the CPU, in float32; a time is the least of many calls, and the contenders take turns. Close
-    other programs first.
+    Before: dense tensors and torch's own layers. After: the packed file, and spartan's kernels for each layer where
+    they are faster on this machine. On the CPU, in float32; a time is the least of many calls, and the contenders take
+    turns. Close other programs first.
 
     \b
     spartan bench runs/digits-spartan-0.95-seed0

@@ -127,9 +127,9 @@ def sweep(
 ) -> None:
     """Run a grid of settings and compare them.
 
-    At the end come the table of `spartan compare` and a report for the whole folder. The same command again does what is
-    missing: finished runs are skipped, unfinished ones continued, failed ones tried again. A failing run does not stop
-    the others; it is named at the end, and the exit code is 1.
+    At the end come the table of `spartan compare` and a report for the whole folder. The same command again does what
+    is missing: finished runs are skipped, unfinished ones continued, failed ones tried again. A failing run does not
+    stop the others; it is named at the end, and the exit code is 1.
 
     \b
     spartan sweep digits --set method=spartan,topkast,imp --set sparsity=.9,.95,.98 --seeds 3

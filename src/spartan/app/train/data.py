@@ -20,8 +20,8 @@ class Data(ABC):
     """Training and test images in micro-batches on the device: float32 NCHW, normalised, and int64 labels.
 
     Everything random is a pure function of (seed, epoch, index): `train(epoch, start=n)` yields exactly what an
-    uninterrupted `train(epoch)` yields from its n-th micro-batch on, whatever the number of workers. Of W processes, each
-    takes every W-th micro-batch of the one global order, and every W-th test image.
+    uninterrupted `train(epoch)` yields from its n-th micro-batch on, whatever the number of workers. Of W processes,
+    each takes every W-th micro-batch of the one global order, and every W-th test image.
     """
 
     def __init__(

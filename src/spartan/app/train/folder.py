@@ -35,8 +35,8 @@ def choose_folder(recipe: str, config: Config, out: Path | None, again: bool) ->
     """The folder of a run, and whether the run is there already, to be continued.
 
     It is `again` when torchrun starts its processes anew after one has died: then a folder with a run of the very same
-    recipe is continued, the one asked for or the last unfinished one under the usual name. Anybody else has to ask for it
-    with --resume. Where the usual name is taken, the folder is the first of name-2, name-3, … that is not.
+    recipe is continued, the one asked for or the last unfinished one under the usual name. Anybody else has to ask for
+    it with --resume. Where the usual name is taken, the folder is the first of name-2, name-3, … that is not.
     """
     if out is None:
         usual = Path("runs") / run_name(recipe, config)

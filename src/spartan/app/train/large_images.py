@@ -1,7 +1,7 @@
 """Reads large images from ImageFolder trees and WebDataset shards; worker processes decode and augment them.
 
-Both become a table that says where each image's bytes lie: random access makes the order, an exact resume and any number
-of workers a matter of indices. Shards are indexed once, when the run starts.
+Both become a table that says where each image's bytes lie: random access makes the order, an exact resume and any
+number of workers a matter of indices. Shards are indexed once, when the run starts.
 """
 
 import functools

@@ -299,8 +299,8 @@ def train(config: Config, out: Path, *, quiet: bool = False, command: list[str] 
 def resume(out: Path, sets: Sequence[str] = (), *, quiet: bool = False) -> dict[str, Any]:
     """Continue a run to its end: from its last good checkpoint, or from the start if it has none.
 
-    On any number of processes, whatever the number before; they must all see the folder. `sets` may say where and how it
-    is done from now on, such as parallel=fsdp2.
+    On any number of processes, whatever the number before; they must all see the folder. `sets` may say where and how
+    it is done from now on, such as parallel=fsdp2.
     """
     us = current()
     run = us.decide(lambda: read_run(out))

@@ -172,8 +172,8 @@ def gathered(tensor: Tensor) -> Tensor:
 def blocks(model: nn.Module) -> list[nn.Module]:
     """What FSDP2 makes whole one after the other: residual blocks, transformer layers.
 
-    A block is a member of a list or sequence of modules that is made of layers itself, but no such list. Where two share
-    a weight there are none, and the model is one piece.
+    A block is a member of a list or sequence of modules that is made of layers itself, but no such list. Where two
+    share a weight there are none, and the model is one piece.
 
     Example:
         >>> def block():

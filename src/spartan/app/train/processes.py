@@ -285,8 +285,8 @@ def _name_the_meeting(store: Store, us: Processes, deadline: float) -> str:
     """A name for this meeting that every process, living now, knows.
 
     After a restart torchrun hands out the same store again, full of addresses of the dead. So every process writes a
-    word of its own under `hello`, over that of its predecessor; the first answers under that word, which nobody has used
-    before, with a word for all; and it waits until everyone says that they have it.
+    word of its own under `hello`, over that of its predecessor; the first answers under that word, which nobody has
+    used before, with a word for all; and it waits until everyone says that they have it.
     """
     mine, missing = uuid.uuid4().hex, set(range(1, us.world))
     if not us.first:

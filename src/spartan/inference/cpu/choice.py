@@ -20,8 +20,8 @@ from spartan.inference.runtime import DenseConv2d, DenseLinear, Kernel, SparseCo
 
 K = TypeVar("K")
 ROUNDS, WARM_UP, LEAST_SECONDS, MOST_ROUNDS, SHOWN = 7, 2, 0.1, 40, 4
-# Rough rates relative to the best kernel, set by hand after timings on one AVX-512 processor: they only decide which three
-# kernels are timed.
+# Rough rates relative to the best kernel, set by hand after timings on one AVX-512 processor: they only decide which
+# three kernels are timed.
 _RATE: dict[tuple[str, int], float] = {
     **{("rows", 8): 0.8, ("rows", 16): 1.0, ("rows", 32): 1.0, ("rows", 64): 1.0},
     **{("lanes", 1): 0.35, ("lanes", 2): 0.5, ("lanes", 4): 0.75, ("lanes", 8): 0.85},

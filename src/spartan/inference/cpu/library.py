@@ -1,8 +1,8 @@
 """Finds, or compiles on first use, and loads the CPU kernels.
 
 In this order: the library that came with the package; the one compiled earlier for these sources, in the user's cache
-(`$SPARTAN_CACHE`, else `$XDG_CACHE_HOME/spartan`, else `~/.cache/spartan`); one compiled now, into that cache. Where none of
-it works, and where `SPARTAN_NO_KERNELS=1` says so, layers run in plain torch and `status()` says why.
+(`$SPARTAN_CACHE`, else `$XDG_CACHE_HOME/spartan`, else `~/.cache/spartan`); one compiled now, into that cache. Where
+none of it works, and where `SPARTAN_NO_KERNELS=1` says so, layers run in plain torch and `status()` says why.
 """
 
 import contextlib
@@ -52,8 +52,8 @@ def _open(path: Path) -> ctypes.CDLL:
     library.spartan_lane_pitch.argtypes, library.spartan_lane_pitch.restype = [_I], _I
     library.spartan_linear.argtypes, library.spartan_linear.restype = [_P] * 6 + [_I] * 9, _I
     library.spartan_conv.argtypes, library.spartan_conv.restype = [_P] * 8 + [_I] * 5, _I
-    # Torch's own pool of threads: a second one would fight with it for the cores. Where there is no OpenMP with that entry
-    # in this process, the library starts threads by itself.
+    # Torch's own pool of threads: a second one would fight with it for the cores. Where there is no OpenMP with that
+    # entry in this process, the library starts threads by itself.
     with contextlib.suppress(AttributeError, OSError, TypeError):
         library.spartan_use_openmp(ctypes.cast(ctypes.CDLL(None).GOMP_parallel, _P))
     return library

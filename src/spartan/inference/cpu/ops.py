@@ -1,12 +1,12 @@
 """Packs sparse weights for the CPU and multiplies by them: with the compiled kernels, and in plain torch without.
 
 Rows are taken h at a time. An *entry* of a group is a run of g columns in which some row of the group is not zero; its
-h·g numbers are stored, zeros among them included. So h = g = 1 is CSR, and any pattern of blocks whose height is a multiple
-of h is stored without a zero, whatever the blocks' width, when g divides that.
+h·g numbers are stored, zeros among them included. So h = g = 1 is CSR, and any pattern of blocks whose height is a
+multiple of h is stored without a zero, whatever the blocks' width, when g divides that.
 
-Columns that are zero in a whole group of h rows are not multiplied, so a NaN or an infinity in the input reaches only the
-outputs of groups that use it (with h = 1: the outputs that use it); a dense product spreads it to all.
-NaN passes through the activations, as in torch.
+Columns that are zero in a whole group of h rows are not multiplied, so a NaN or an infinity in the input reaches only
+the outputs of groups that use it (with h = 1: the outputs that use it); a dense product spreads it to all. NaN passes
+through the activations, as in torch.
 """
 
 import ctypes
@@ -130,8 +130,8 @@ class ConvLayout:
 def lay_out_conv(conv: Conv, packed: PackedMatrix, height: int, width: int, dtype: torch.dtype) -> ConvLayout:
     """Lay out the padded image so that every tap of the kernel is one offset.
 
-    The image is padded with zeros and, with stride s, divided into s·s *phases* (rows a, a + s, … and columns b, b + s, …).
-    Rows lie behind each other, so output pixel (y, x) is lane y·pitch + x, and tap (i, j) reads the lane shifted by
+    The image is padded with zeros and, with stride s, divided into s·s *phases* (rows a, a + s, … and columns b, b + s,
+    …). Rows lie behind each other, so output pixel (y, x) is lane y·pitch + x, and tap (i, j) reads the lane shifted by
     ⌊i·d/s⌋·pitch + ⌊j·d/s⌋ in phase (i·d mod s, j·d mod s). Lanes in the columns beyond the output's are dropped.
     """
     size = out_h, out_w = conv.out_size(height, width)
@@ -173,8 +173,8 @@ def linear(kind: str, x: Tensor, packed: PackedMatrix, places: Tensor, bias: Ten
     """act(x Wᵀ + b).
 
     Args:
-        kind: "rows", with the outputs in the SIMD lanes, for groups of 8, 16, 32 or 64 rows and runs of 1, 4 or 8 columns;
-            or "lanes", with the tokens there, for groups of any height up to 64, and g = 1.
+        kind: "rows", with the outputs in the SIMD lanes, for groups of 8, 16, 32 or 64 rows and runs of 1, 4 or 8
+            columns; or "lanes", with the tokens there, for groups of any height up to 64, and g = 1.
         x: float32 or bfloat16, contiguous, last dimension `packed.inputs`.
         packed: the weight.
         places: of `linear_places`.

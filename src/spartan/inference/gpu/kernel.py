@@ -1,8 +1,9 @@
 """Multiplies by a tiled weight, in Triton (see `tiles.py` for what is stored).
 
-A program takes TM tokens and one chunk of the outputs' groups. It walks the chunk's steps in one flat loop, whatever the
-number of steps of each group, so that the next tiles are on their way while a group's outputs are written: with 90% zeros a
-group of 64 outputs of 768 inputs has but one or two steps, and a loop for each would wait for memory most of the time.
+A program takes TM tokens and one chunk of the outputs' groups. It walks the chunk's steps in one flat loop, whatever
+the number of steps of each group, so that the next tiles are on their way while a group's outputs are written: with 90%
+zeros a group of 64 outputs of 768 inputs has but one or two steps, and a loop for each would wait for memory most of
+the time.
 """
 
 # Triton compiles the source below; its types are its own.
@@ -18,8 +19,8 @@ def activate(z, ACT: tl.constexpr):
     if ACT == "relu":
         z = tl.where(z < 0.0, 0.0, z)
     elif ACT == "gelu":
-        # z Φ(z), with Φ(−|z|) = 2^(r(|z|) − z²/2 · log₂e): erf would take as long as the product. r is a fit on [0, 5], to
-        # 4e-6 of Φ.
+        # z Φ(z), with Φ(−|z|) = 2^(r(|z|) − z²/2 · log₂e): erf would take as long as the product. r is a fit on [0, 5],
+        # to 4e-6 of Φ.
         s = tl.minimum(tl.abs(z), 5.0)
         r = ((6.09706691e-05 - 1.78361305e-06 * s) * s - 0.000928166063) * s + 0.00850680171
         r = (((r * s - 0.0539705566) * s + 0.262902045) * s - 1.15125994) * s - 0.999994711
@@ -73,8 +74,8 @@ def tile_linear_kernel(
         rows = x + rm.to(tl.int64)[:, None] * stride_x
         tiles = w + tl.load(starts + chunk).to(tl.int64) * (KK * BN) + rk[:, None] * BN + rn[None, :]
     step = tl.load(starts + chunk)
-    # The next step's places are read one step ahead. (Read where they are needed, Triton takes them as a first link of the
-    # pipeline and halves the number of tiles on their way.)
+    # The next step's places are read one step ahead. (Read where they are needed, Triton takes them as a first link of
+    # the pipeline and halves the number of tiles on their way.)
     if Q == KK:  # noqa: SIM108 (a condition for the compiler)
         part = tl.load(ins + step)
     else:

@@ -1,8 +1,8 @@
 """The sparse linear layers for CUDA devices: by a kernel on tiles, and by torch's semi-structured (2:4) tensors.
 
-The kernel is launched as a torch operator, for `torch.compile` and CUDA graphs.
-Blocks that are not stored are not multiplied, so a NaN or an infinity in the input reaches only the outputs of groups that
-use its block. Products are summed in float32; bias and activation come before the one rounding.
+The kernel is launched as a torch operator, for `torch.compile` and CUDA graphs. Blocks that are not stored are not
+multiplied, so a NaN or an infinity in the input reaches only the outputs of groups that use its block. Products are
+summed in float32; bias and activation come before the one rounding.
 """
 
 import functools
@@ -20,8 +20,8 @@ from spartan.inference.gpu.tiles import Tiles, Tiling, pack, unpack
 from spartan.inference.runtime import InferenceLayer, outside_graphs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Through cp.async; through the tensor memory accelerator, outputs as well; through the L1 cache; inputs alone through the
-# accelerator, outputs straight from the registers.
+# Through cp.async; through the tensor memory accelerator, outputs as well; through the L1 cache; inputs alone through
+# the accelerator, outputs straight from the registers.
 LOADS = ("async", "tma", "l1", "tma in")
 
 
@@ -72,7 +72,8 @@ def status() -> str:
 def run(x: Tensor, buffers: list[Tensor], sizes: list[int], launch: list[int], activation: str) -> Tensor:
     """act(x Wᵀ + b).
 
-    Where the kernel cannot run (no Triton, or a CPU), the dense product does the same, slowly: the weight is unpacked first.
+    Where the kernel cannot run (no Triton, or a CPU), the dense product does the same, slowly: the weight is unpacked
+    first.
 
     Args:
         x: [..., inputs]; float32, bfloat16 or float16.

@@ -1,9 +1,9 @@
 """Packs a sparse weight into dense tiles, in the order in which the GPU kernel reads them.
 
-The weight is seen as blocks of p outputs × q inputs; those that are all zero are not stored. `Tiling.outputs / p` rows of
-blocks make a *group*. The columns in which any of these rows has a block are its *steps*, `Tiling.inputs / q` columns to a
-step: one tensor-core product each. Rows with the same columns go into one group, since what the others lack is stored as
-zeros. Groups are dealt out to *chunks* (programs of the kernel) so that all have about as many steps.
+The weight is seen as blocks of p outputs × q inputs; those that are all zero are not stored. `Tiling.outputs / p` rows
+of blocks make a *group*. The columns in which any of these rows has a block are its *steps*, `Tiling.inputs / q`
+columns to a step: one tensor-core product each. Rows with the same columns go into one group, since what the others
+lack is stored as zeros. Groups are dealt out to *chunks* (programs of the kernel) so that all have about as many steps.
 """
 
 import heapq

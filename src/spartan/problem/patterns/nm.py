@@ -15,9 +15,9 @@ from spartan.problem.patterns.base import Pattern, Place, check_axes, in_runs
 class NM(Pattern):
     """n of every m consecutive weights along the inputs are kept; `NM(2, 4)` is what sparse tensor cores run.
 
-    Every weight is a unit, and every group of m has its own budget, so that the sparsity is 1 − n/m in each layer and no
-    other. A convolution's groups run along its input channels, at one kernel position (out × kh·kw × in, the order of
-    channels_last, as in SR-STE and NVIDIA's ASP); a Linear's along its inputs, as `to_sparse_semi_structured` asks.
+    Every weight is a unit, and every group of m has its own budget, so that the sparsity is 1 − n/m in each layer and
+    no other. A convolution's groups run along its input channels, at one kernel position (out × kh·kw × in, the order
+    of channels_last, as in SR-STE and NVIDIA's ASP); a Linear's along its inputs, as `to_sparse_semi_structured` asks.
 
     While the density falls over a warm-up, n does in steps: ⌈m · density⌉ of every m are kept.
 

@@ -202,8 +202,8 @@ def newton(
             tl.store(ints + FRESH, 0)
             inside = (following > least) & (following < most)
             if ((good == 0) | (inside == 0)) & (jumped == 0):
-                # A mask that is flat here says nothing, nor does a bracket of neighbouring numbers, whose origin may be far
-                # away: start again where the hard mask ends, when that is known.
+                # A mask that is flat here says nothing, nor does a bracket of neighbouring numbers, whose origin may be
+                # far away: start again where the hard mask ends, when that is known.
                 tl.store(ints + JUMPED, 1)
                 tl.store(ints + FRESH, 1)
                 if hard_done:

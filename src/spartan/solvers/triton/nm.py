@@ -1,9 +1,9 @@
 """Keeps n of every run of m weights, hard and soft, chosen anew from θ wherever a mask is needed, for all targets at once.
 
-A target without gaps in its memory is an array of blocks × m × s, s being the stride of the inputs: run q has its entry j
-at ((q // s)·m + j)·s + q % s, whatever the order of the other axes. A program takes R runs at a time, a lane per entry;
-nothing is kept of a run but its weights. `strides` has s per target; `numbers` β and n. Places are 32 bits wide: a target
-has fewer than 2³¹ entries.
+A target without gaps in its memory is an array of blocks × m × s, s being the stride of the inputs: run q has its entry
+j at ((q // s)·m + j)·s + q % s, whatever the order of the other axes. A program takes R runs at a time, a lane per
+entry; nothing is kept of a run but its weights. `strides` has s per target; `numbers` β and n. Places are 32 bits wide:
+a target has fewer than 2³¹ entries.
 """
 
 import triton

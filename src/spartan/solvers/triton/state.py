@@ -14,15 +14,15 @@ NARROWED = tl.constexpr(11)
 BINS = tl.constexpr(1 << 11)
 LOWEST = tl.constexpr((1 << 23) - 1)  # the key of −inf; only a NaN's key is below
 HIGHEST = tl.constexpr((1 << 32) - 2)  # the upper end of the search; only a NaN's key is above
-# Around the last threshold a pass first looks 2¹⁰ keys up and down, 0.01%, if its last move was at most half of that: they
-# have a bin each, so that one pass finds the exact one. Else it looks four times as far as that move, at most 2¹⁵, 0.4%,
-# which takes two; the fewer lie within, the faster it is. Where the threshold is not there, the next pass looks at so many
-# times as much beyond.
+# Around the last threshold a pass first looks 2¹⁰ keys up and down, 0.01%, if its last move was at most half of that:
+# they have a bin each, so that one pass finds the exact one. Else it looks four times as far as that move, at most 2¹⁵,
+# 0.4%, which takes two; the fewer lie within, the faster it is. Where the threshold is not there, the next pass looks
+# at so many times as much beyond.
 NEAREST = tl.constexpr(1 << 10)
 NEAR = tl.constexpr(1 << 15)
 FURTHER = tl.constexpr(1 << 6)
-# Where nothing is known of the threshold, so many entries of each piece are looked at, until their own is known to a bin of
-# 2^COARSE keys (they cannot tell 0.01% apart); then it is sought around there, ±3%.
+# Where nothing is known of the threshold, so many entries of each piece are looked at, until their own is known to a
+# bin of 2^COARSE keys (they cannot tell 0.01% apart); then it is sought around there, ±3%.
 SAMPLE = tl.constexpr(64)
 COARSE = tl.constexpr(10)
 GUESSED = tl.constexpr(1 << 18)

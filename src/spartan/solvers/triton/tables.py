@@ -10,7 +10,8 @@ from torch import Tensor
 SMALLEST, MOST = 1 << 12, 1 << 11
 # Where shares are cut within a tensor: what is aligned there is aligned in every piece.
 GRAIN = 1 << 10
-# With shares, a program goes from piece to piece by itself, and to begin one takes as long as reading thousands of entries.
+# With shares, a program goes from piece to piece by itself, and to begin one takes as long as reading thousands of
+# entries.
 LONG = 1 << 18
 
 
@@ -18,11 +19,11 @@ class Pieces:
     """Tensors of given sizes cut into pieces of at most `length` entries, a multiple of `smallest`, in order of position.
 
     `table` has a row per piece: its tensor, where in that tensor it starts, how long it is, and its position among all
-    entries of its segment. `segments` tells which one that is, where there are several; `costs` and `factors` repeat what
-    is given per tensor, `kinds` tells which of the different `prices` it has. `limits` has a row per segment: its pieces,
-    its prices and its tensors, each from the first to the one past the last. With `programs`, pieces also end where the
-    entries are divided evenly among so many, and `shares` has the first piece of each, and the end. `even` tells that
-    every piece has a multiple of 8 entries.
+    entries of its segment. `segments` tells which one that is, where there are several; `costs` and `factors` repeat
+    what is given per tensor, `kinds` tells which of the different `prices` it has. `limits` has a row per segment: its
+    pieces, its prices and its tensors, each from the first to the one past the last. With `programs`, pieces also end
+    where the entries are divided evenly among so many, and `shares` has the first piece of each, and the end. `even`
+    tells that every piece has a multiple of 8 entries.
 
     Args:
         sizes: entries of each tensor.

@@ -3,11 +3,11 @@
 Every pass reads the values once and does two things. It counts them into BINS bins between two keys (a float's bits,
 mapped so that they sort as the floats do), which narrows the place of the exact threshold by that factor; and it sums
 the soft mask and its slope at the present dual, for a Newton step on the logit of the budget fraction (`ops.soft_topk`
-says why). One program a segment then adds up the pieces' results and decides what the next pass looks at, until nothing is
-left to do: one launch in all (`search`). All sums have a fixed order, so two runs give the same bits.
+says why). One program a segment then adds up the pieces' results and decides what the next pass looks at, until nothing
+is left to do: one launch in all (`search`). All sums have a fixed order, so two runs give the same bits.
 
-Where nothing is known of the threshold, some passes over a few samples of each piece tell where to look: to count everything
-into the few bins that floats of one size share would take as long as forty passes.
+Where nothing is known of the threshold, some passes over a few samples of each piece tell where to look: to count
+everything into the few bins that floats of one size share would take as long as forty passes.
 """
 
 import math

@@ -1,11 +1,11 @@
 """Sums up what blocks, rows and columns are worth, and puts their masks at all their places: all targets in one launch.
 
-A target is a matrix without gaps in its memory. A program takes a few units that follow one another, as a tile of U units
-by W of their columns, and goes down their rows; what belongs to a unit is read once for all its entries. `shapes` has a
-row per target: the rows of a unit, the units across, the columns of a unit, the step in memory from one row to the next,
-and where its columns begin in `columns`, which tells where in a row each of them lies. With INLINE that is not read: rows
-lie in order. All of these are 32 bits wide, and so are places: a target has fewer than 2³¹ entries. `units` and `pulls` have
-an entry per unit of all targets; `bases` tells where those of a target begin.
+A target is a matrix without gaps in its memory. A program takes a few units that follow one another, as a tile of U
+units by W of their columns, and goes down their rows; what belongs to a unit is read once for all its entries. `shapes`
+has a row per target: the rows of a unit, the units across, the columns of a unit, the step in memory from one row to
+the next, and where its columns begin in `columns`, which tells where in a row each of them lies. With INLINE that is
+not read: rows lie in order. All of these are 32 bits wide, and so are places: a target has fewer than 2³¹ entries.
+`units` and `pulls` have an entry per unit of all targets; `bases` tells where those of a target begin.
 """
 
 import triton
