@@ -216,7 +216,7 @@ class Run:
 
     def check_model(self) -> None:
         """The model must hold what was written into it."""
-        self.guard.untouched(lambda: self.weights.values(self.at))
+        self.guard.untouched(lambda: self.weights.write(self.at))
 
     # ------------------------------------------------------------------ looking
 
