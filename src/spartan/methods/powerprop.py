@@ -111,6 +111,10 @@ class Powerprop(Method):
         with self._untouched(solver):
             self.inner.choose(solver, at)
 
+    def observes(self, at: Moment) -> bool:
+        """If the inner method does."""
+        return self.inner.observes(at)
+
     def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:
         """The inner method's."""
         self.inner.observe(solver, grads, at)

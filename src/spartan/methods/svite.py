@@ -86,9 +86,7 @@ class SViTE(ByGradient):
         return solver.problem.pattern.judged_by_loss if self.importance is None else self.importance == "taylor"
 
     def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:
-        """Remember Σ|g|, and |Σ w·g| where it decides, if the mask is rewired after this step; of a head, by its values."""
-        if not self.updates_at(at.step + 1, at):
-            return
+        """Remember Σ|g|, and |Σ w·g| where it decides; of a head, by its values."""
         pattern, views = solver.problem.pattern, solver.theta.views
         growing = [pattern.growing(theta.shape, theta.device) for theta in views]
         pairs = zip(grads, growing, strict=True)

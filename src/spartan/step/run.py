@@ -46,7 +46,8 @@ class Run:
         for solver in self.weights.solving:
             method.setup(solver, at)
         self.solve()
-        self.gradients = GradientState(problem.targets)
+        self.gradients = GradientState(problem.targets, self.backward, model)
+        self._seen: dict[int, Tensor] = {}  # gradients for w, where the method looks at them
 
     # ------------------------------------------------------------------ the step
 
@@ -97,19 +98,27 @@ class Run:
     def backward(self) -> None:
         """Turn the fresh gradients for w in `.grad` into gradients for θ, in place; missing ones count as zero."""
         self.check_model()
-        targets = self.problem.targets
-        fresh = [self.gradients.fresh(i) for i in range(len(targets))]
-        if not any(fresh) or self.method.identity:
-            return
-        with torch.no_grad():
-            for part, form in self.weights.each(self.at):
-                numbers = part.problem.numbers
-                grads = [t.local_grad if fresh[n] else None for t, n in zip(part.problem.targets, numbers, strict=True)]
-                if isinstance(part, TorchSolver) and any(g is not None for g in grads):
-                    self.method.observe(part, grads, self.at)
-                self._replace_gradients(part.problem, grads, part.turn(form, grads))
-        for i in range(len(targets)):
-            self.gradients.turned(i)
+        if not self.method.identity:
+            self.gradients.turn_fresh(self._turn)
+
+    def _turn(self, fresh: Sequence[bool]) -> None:
+        """Turn these gradients."""
+        for part, form in self.weights.each(self.at):
+            numbers = part.problem.numbers
+            grads = [t.local_grad if fresh[n] else None for t, n in zip(part.problem.targets, numbers, strict=True)]
+            if isinstance(part, TorchSolver) and self.method.observes(self.at):
+                self.method.observe(part, self._whole(numbers, grads), self.at)
+            self._replace_gradients(part.problem, grads, part.turn(form, grads))
+
+    def _whole(self, numbers: Sequence[int], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients for w of all backwards since the last step."""
+        for n, grad in zip(numbers, grads, strict=True):
+            before = self._seen.get(n) if self.gradients.accumulates(n) else None
+            if grad is not None:
+                self._seen[n] = grad.clone() if before is None else before + grad
+            elif before is None:
+                self._seen.pop(n, None)
+        return [self._seen.get(n) for n in numbers]
 
     def _replace_gradients(self, problem: Problem, old: Sequence[Tensor | None], new: Sequence[Tensor | None]) -> None:
         """Put turned gradients where the others were."""
