@@ -29,10 +29,11 @@ from spartan.problem.schedules import Moment
 from spartan.problem.targets import Globs
 from spartan.solvers.base import check_kernels
 from spartan.state import plain
+from spartan.state.riding import Riding
 from spartan.step import look
 from spartan.step.run import Run, skipped
 from spartan.step.stats import Layer, Stats, describe, progress_of
-from spartan.step.wrap import add_learned, check_optimizers, remove_learned, wrap_step
+from spartan.step.wrap import MARK, Attachment, add_learned, remove_learned
 
 # Which sparsifier a parameter belongs to, so that a second one on the same model is refused.
 _OWNERS: Any = WeakIdKeyDictionary()
@@ -135,9 +136,10 @@ class Sparsifier:
         # Nothing of the model has been touched up to here, so a bad argument changes nothing.
         for target in self._targets:
             _OWNERS[target.parameter] = weakref.ref(self)
-        self._optimizers: list[Optimizer] = []
+        self._attachment = Attachment(self._targets)
+        self._run.guard.perturbed = lambda: self._attachment.perturbed
+        self._riding: Riding | None = None
         self._owner: list[int] = []  # index of the optimizer that trains each target
-        self._undo: list[Callable[[], None]] = []
         self._round: set[int] = set()  # optimizers that have stepped since the schedule last advanced
         self._lent = False  # inside dense_weights()
         self._final: tuple[Stats, list[Layer], str] | None = None
@@ -148,22 +150,27 @@ class Sparsifier:
     def attach(self, *optimizers: Optimizer) -> "Sparsifier":
         """Wrap the step of the optimizer, or optimizers, that train the targets. Returns the sparsifier."""
         self._alive("attach")
-        if self._optimizers:
+        mine = self._attachment
+        if mine.optimizers:
             raise RuntimeError("this sparsifier is attached already; detach() it first")
-        self._owner = check_optimizers(optimizers, self._targets)
+        self._owner = mine.attach(optimizers, self._step)
+        first = mine.optimizers[self._owner[0]]
         if self._learned():
-            add_learned(optimizers[self._owner[0]], self._learned(), self.method.learned_options)
-        self._optimizers = list(optimizers)
-        self._undo = [wrap_step(optimizer, self._step) for optimizer in optimizers]
+            add_learned(first, self._learned(), self.method.learned_options)
+        self._run.gradients.paused = False
+        if self._run.problem.ranks.alone and hasattr(first, "register_state_dict_post_hook"):
+            self._riding = Riding(first, self.state_dict, self.load_state_dict, MARK)
         return self
 
     def detach(self) -> "Sparsifier":
         """Give the optimizers their own step back. The model keeps the sparse weights it holds."""
-        for undo in self._undo:
-            undo()
-        if self._optimizers and self._learned():
-            remove_learned(self._optimizers[self._owner[0]], self._learned())
-        self._optimizers, self._owner, self._undo, self._round = [], [], [], set()
+        if self._attachment.optimizers and self._learned():
+            remove_learned(self._attachment.optimizers[self._owner[0]], self._learned())
+        if self._riding is not None:
+            self._riding.close()
+        self._riding, self._run.gradients.paused = None, True
+        self._attachment.detach()
+        self._owner, self._round = [], set()
         return self
 
     def _learned(self) -> list[nn.Parameter]:
@@ -185,7 +192,12 @@ class Sparsifier:
         self._alive("optimizer.step")
         run = self._run
         run.guard.look()
-        me = next(j for j, other in enumerate(self._optimizers) if other is optimizer)
+        me = next((j for j, other in enumerate(self._attachment.optimizers) if other is optimizer), None)
+        if me is None:
+            raise RuntimeError(
+                "this optimizer is a copy of one that a sparsifier is attached to. Copy model, optimizer and sparsifier "
+                "together, or attach() a sparsifier of its own to the copy."
+            )
         if self.method.identity:
             result = update() if closure is None else update(closure)
         else:
@@ -198,7 +210,7 @@ class Sparsifier:
         """Whether the schedule moves on: when all optimizers have stepped, or one steps again."""
         again = me in self._round
         self._round = {me} if again else self._round | {me}
-        everyone = len(self._round) == len(self._optimizers)
+        everyone = len(self._round) == len(self._attachment.optimizers)
         if everyone:
             self._round = set()
         return again or everyone
@@ -218,7 +230,7 @@ class Sparsifier:
         self._alive("dense_weights")
         run, every = self._run, range(len(self._targets))
         run.check_model()
-        self._lent = True
+        self._lent = run.gradients.paused = True
         try:
             with torch.no_grad():
                 run.weights.put(every)
@@ -236,7 +248,7 @@ class Sparsifier:
             finally:
                 run.write()
         finally:
-            self._lent = False
+            self._lent = run.gradients.paused = False
 
     def finalize(self) -> None:
         """End training: drop θ and leave an ordinary sparse model. `optimizer.step()` raises from then on."""
@@ -253,6 +265,7 @@ class Sparsifier:
         self._final = self.stats, self.layers(), self._run.path()
         self._run.gradients.close()
         self._run.weights.drop()
+        self._attachment.close()
         for target in self._targets:
             _OWNERS.pop(target.parameter, None)
 

@@ -49,6 +49,7 @@ class GradientState:
         self._aside: list[Tensor | None] = [None] * len(targets)  # gradients for θ, while others are accumulated
         self._task = -1  # the backward at whose end a call is queued
         self._raw = False  # whether what the last backward accumulated was left as it is
+        self.paused = False  # whether gradients are none of ours for a while
         self.unused = 0  # gradients that were cleared, one after the other, without a step
         self._ddp, self._sharded = replicas(model), bool(fsdp_modules(model))
         me = weakref.ref(self)  # a parameter's hook must not keep a discarded state alive
@@ -190,7 +191,7 @@ class GradientState:
         self._task = -1
         self._raw = reentrant or self.left_for_the_step()
         turn = self._turn()
-        if not self._raw and turn is not None:
+        if not self._raw and turn is not None and not self.paused:
             turn()
 
     def left_for_the_step(self) -> bool:

@@ -30,6 +30,7 @@ class Guard:
         self.weights, self.targets, self.ranks = weights, weights.problem.targets, weights.problem.ranks
         self._fsdp = fsdp_modules(model) if not self.ranks.alone else []
         self._versions: list[int] = []
+        self.perturbed: Callable[[], bool] = lambda: False  # whether weights are moved for a while, and put back
         on_device = weights.bad.device.type == "cuda"
         # Where the flags and the residuals arrive.
         pair = weights.bad, weights.residuals
@@ -66,7 +67,7 @@ class Guard:
         """The model must hold what was written into it; `expected` makes that again, if somebody has to look."""
         self.same_tensors()
         versions = [version(target.parameter) for target in self.targets]
-        if versions == self._versions or self.weights.method.identity:
+        if versions == self._versions or self.weights.method.identity or self.perturbed():
             return
         # Swapping an average in and out again bumps versions too, so look at the values before complaining.
         pairs = enumerate(zip(self.targets, expected(), strict=True))
@@ -75,7 +76,7 @@ class Guard:
             raise RuntimeError(
                 f"{self.targets[bad].name} was changed outside the optimizer step. After model.load_state_dict(), also call "
                 "sparsifier.load_state_dict() with the state saved beside it; to set weights by hand, do so inside "
-                "`with sparsifier.dense_weights():`."
+                "`with sparsifier.dense_weights():`; to train, attach() the optimizer that does."
             )
         self._versions = versions
 
