@@ -254,7 +254,7 @@ class Sparsifier:
         """End training: drop θ and leave an ordinary sparse model. `optimizer.step()` raises from then on."""
         self._alive("finalize")
         self._run.guard.look(wait=True)
-        self._run.check_model()
+        self._run.check_model(look=True)
         at = self._run.at
         sparse_at = {"never": 0, "finetune": at.freeze_step}.get(self.method.sparse_from, at.warmup_steps)
         if at.step < sparse_at:

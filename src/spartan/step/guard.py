@@ -63,11 +63,14 @@ class Guard:
         self._versions = [version(target.parameter) for target in self.targets]
 
     @torch.no_grad()
-    def untouched(self, expected: Callable[[], list[Tensor]]) -> None:
-        """The model must hold what was written into it; `expected` makes that again, if somebody has to look."""
+    def untouched(self, expected: Callable[[], list[Tensor]], look: bool = False) -> None:
+        """The model must hold what was written into it; `expected` makes that again, if somebody has to look.
+
+        Writes through `.data` leave no trace in versions: with `look` the values are compared in any case.
+        """
         self.same_tensors()
         versions = [version(target.parameter) for target in self.targets]
-        if versions == self._versions or self.weights.method.identity or self.perturbed():
+        if self.weights.method.identity or self.perturbed() or (versions == self._versions and not look):
             return
         # Swapping an average in and out again bumps versions too, so look at the values before complaining.
         pairs = enumerate(zip(self.targets, expected(), strict=True))
@@ -75,8 +78,8 @@ class Guard:
         if bad is not None:
             raise RuntimeError(
                 f"{self.targets[bad].name} was changed outside the optimizer step. After model.load_state_dict(), also call "
-                "sparsifier.load_state_dict() with the state saved beside it; to set weights by hand, do so inside "
-                "`with sparsifier.dense_weights():`; to train, attach() the optimizer that does."
+                "sparsifier.load_state_dict() with the state saved beside it; to set weights by hand, or to put an average "
+                "of them in, do so inside `with sparsifier.dense_weights():`; to train, attach() the optimizer that does."
             )
         self._versions = versions
 

@@ -54,7 +54,7 @@ class Attachment:
         self._undo = [wrap_step(optimizer, in_step) for optimizer in inner]
         for optimizer in inner:
             optimizer.param_groups[0][MARK] = True
-            _ATTACHED.add(optimizer)
+        _ATTACHED.update([*inner, *self.outer])
         for optimizer in self.outer:
             if hasattr(optimizer, "_optimizer_original_step_method"):  # accelerate keeps the step it saw first
                 optimizer.__setstate__(optimizer.__getstate__())
@@ -68,7 +68,7 @@ class Attachment:
             undo()
         for optimizer in self.optimizers:
             optimizer.param_groups[0].pop(MARK, None)
-            _ATTACHED.discard(optimizer)
+        _ATTACHED.difference_update([*self.optimizers, *self.outer])
         self.optimizers, self.outer, self._undo, self.released = [], [], [], True
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class Attachment:
 
 # Whose target a parameter is, by its id: while the attachment lives, the parameter does.
 _ATTACHMENTS: weakref.WeakValueDictionary[int, Attachment] = weakref.WeakValueDictionary()
-_ATTACHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose step is wrapped
+_ATTACHED: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose step is wrapped
 _STEPPING: set[int] = set()  # by id, those in their step
 
 
