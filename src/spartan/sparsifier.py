@@ -33,7 +33,7 @@ from spartan.state.riding import Riding
 from spartan.step import look
 from spartan.step.run import Run, skipped
 from spartan.step.stats import Layer, Stats, describe, progress_of
-from spartan.step.wrap import MARK, Attachment, add_learned, remove_learned
+from spartan.step.wrap import MARK, Attachment, add_learned, remove_learned, unwrapped
 
 # Which sparsifier a parameter belongs to, so that a second one on the same model is refused.
 _OWNERS: Any = WeakIdKeyDictionary()
@@ -95,6 +95,12 @@ class Sparsifier:
     ) -> None:
         self.model = model
         self.method = as_method(method)
+        # What a copy is built with.
+        self._arguments: dict[str, Any] = {
+            "sparsity": sparsity, "total_steps": total_steps, "method": self.method, "pattern": pattern, "cost": cost,
+            "budget": budget, "include": include, "exclude": exclude, "warmup": warmup, "finetune": finetune,
+            "count": count, "min_density": min_density, "kernels": kernels,
+        }  # fmt: skip
         at = Moment.start(
             total_steps,
             self.method.warmup if warmup is None else warmup,
@@ -315,7 +321,14 @@ class Sparsifier:
         path = self._run.path() if self._final is None else self._final[2]
         return describe(self.method, self.settings, self.stats, self.layers(), path)
 
-    # ------------------------------------------------------------------ saving
+    # ------------------------------------------------------------------ copying and saving
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied or pickled together with its model and its optimizers, it goes on with the copies."""
+        self._alive("copy")
+        learned = [part.state.learned | part.state.learned_per_target for part in self._run.weights.parts]
+        given = self._attachment.outer, self._attachment.optimizers
+        return _rebuilt, (self.model, self._arguments, self.state_dict(), *given, learned)
 
     def state_dict(self) -> dict[str, Any]:
         """θ by parameter name, the step and all else that a bit-identical resume needs; tensors are not copied."""
@@ -333,3 +346,22 @@ class Sparsifier:
         self._round = set(state["round"])
         run.count()
         run.write()
+
+
+def _rebuilt(
+    model: nn.Module,
+    arguments: dict[str, Any],
+    state: Mapping[str, Any],
+    outer: list[Any],
+    optimizers: list[Optimizer],
+    learned: list[dict[str, nn.Parameter]],
+) -> Sparsifier:
+    """A sparsifier for copies of a model, of the optimizers attached to it, and of what the method has learned."""
+    found = Sparsifier(model, **arguments)
+    for part, saved in zip(found._run.weights.parts, learned, strict=True):
+        for mine in (part.state.learned, part.state.learned_per_target):
+            mine.update({name: saved[name] for name in mine})  # those that the optimizer's copy holds
+    found.load_state_dict(state)
+    if optimizers:
+        found.attach(*(next((x for x in outer if unwrapped(x) is o), o) for o in optimizers))
+    return found

@@ -51,6 +51,9 @@ class Attachment:
                 _STEPPING.discard(id(optimizer))
 
         self.released = False
+        for optimizer in inner:
+            if optimizer.param_groups[0].get(MARK) and optimizer not in _ATTACHED:
+                optimizer.__dict__.pop("step", None)  # copied with the optimizer, and bound to another sparsifier
         self._undo = [wrap_step(optimizer, in_step) for optimizer in inner]
         for optimizer in inner:
             optimizer.param_groups[0][MARK] = True
@@ -212,7 +215,9 @@ def check_optimizers(optimizers: Sequence[Optimizer], targets: Sequence[Target])
 
 
 def add_learned(optimizer: Optimizer, learned: list[nn.Parameter], options: dict[str, Any]) -> None:
-    """Give an optimizer a method's own parameters."""
+    """Give an optimizer a method's own parameters, unless it has them: a copy does."""
+    if any(p is learned[0] for group in optimizer.param_groups for p in group["params"]):
+        return
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise RuntimeError(
             "this method has learned parameters, which join the optimizer on attach(): attach before building the "
