@@ -23,7 +23,8 @@ class Flags:
     """Numbers on the device that a step leaves behind, for somebody to look at when they have arrived.
 
     Args:
-        bad: the number of the first target with a gradient, and with a weight, that is not finite; FINE for none.
+        bad: the number of the first target with a gradient, and with a weight, that is not finite, and of the first that
+            somebody else has changed; FINE for none.
         residuals: a row per segment of the part: a₁/a₂, and |Σ c m − k| / k of the soft mask.
     """
 

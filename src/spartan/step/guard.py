@@ -38,6 +38,7 @@ class Guard:
         self._arrived: torch.cuda.Event | None = None
         self._step = 0
         self._warned = False
+        self._sums: Tensor | None = None  # of what was written, now and then
 
     def same_tensors(self) -> None:
         """The model must hold the parameters that the run was built for."""
@@ -61,6 +62,26 @@ class Guard:
     def written(self) -> None:
         """The model holds what it should."""
         self._versions = [version(target.parameter) for target in self.targets]
+
+    def _checksums(self) -> Tensor:
+        """A number per target that changes with its values."""
+        here = [target.local for target in self.targets]
+        return torch.stack([x.double() for x in torch._foreach_norm(here, 1)])
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Remember what is written, to compare before the next step: writes through `.data` leave no trace in versions."""
+        self._sums = self._checksums()
+
+    @torch.no_grad()
+    def compare(self) -> None:
+        """Flag the first target that is not as it was written, if that was remembered."""
+        if self._sums is None or self.perturbed():
+            return
+        numbers = torch.arange(len(self.targets), dtype=torch.int32, device=self._sums.device)
+        changed = torch.where(self._checksums() == self._sums, FINE, numbers).min()
+        self.weights.bad[2] = torch.minimum(self.weights.bad[2], changed)
+        self._sums = None
 
     @torch.no_grad()
     def untouched(self, expected: Callable[[], list[Tensor]], look: bool = False) -> None:
@@ -145,8 +166,8 @@ class Guard:
             return
         self._arrived = None
         self._look_at_residuals()
-        gradient, weight = self._seen[0].tolist()
-        if gradient == weight == FINE:
+        gradient, weight, changed = self._seen[0].tolist()
+        if gradient == weight == changed == FINE:
             return
         self.weights.bad.fill_(FINE)
         self._seen[0].fill_(FINE)
@@ -155,6 +176,12 @@ class Guard:
                 f"the gradient of {self.targets[gradient].name} held NaN or infinite values, at step {self._step} or "
                 "shortly before; since then nothing was updated. Lower the learning rate, clip gradients, or use a "
                 "GradScaler with float16."
+            )
+        if changed != FINE:
+            raise RuntimeError(
+                f"{self.targets[changed].name} was changed outside the optimizer step, at step {self._step} or shortly "
+                "before, probably through `.data`, and the change was lost. Set or clamp weights, or put an average of "
+                "them in, inside `with sparsifier.dense_weights():`."
             )
         raise RuntimeError(
             f"{self.targets[weight].name} would have held NaN or infinite weights, at step {self._step} or shortly before; "

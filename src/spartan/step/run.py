@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from spartan.distributed import broadcast_from_first, like, replicas, version
 from spartan.methods.base import Method
@@ -59,6 +59,7 @@ class Run:
             self.ready(optimizer, mine)
         else:
             self.check_model()
+        self.guard.compare()
         with torch.no_grad():
             try:
                 self.weights.put(mine)
@@ -92,6 +93,8 @@ class Run:
                 self._agree()
         finally:
             self.write()  # whatever happens, the model holds w
+        if not self.method.identity and self.at.step % max(1, self.at.total_steps // 100) == 0:
+            self.guard.remember()
         self.guard.send(self.at.step)
 
     # ------------------------------------------------------------------ gradients
@@ -281,6 +284,10 @@ class Evaluation:
         self.run, self.optimizer, self.mine, self.closure = run, optimizer, mine, closure
         self._put: list[int] | None = None  # versions of the parameters when θ was last put there
         self._before: list[Any] | None = None
+        # What else LBFGS moves before it asks for the loss again; the others ask first, and once.
+        targets = {id(run.problem.targets[i].parameter) for i in mine} if isinstance(optimizer, LBFGS) else None
+        every = [p for group in optimizer.param_groups for p in group["params"]] if targets is not None else []
+        self._others = [(p, p.detach().clone()) for p in every if id(p) not in (targets or ())]
 
     def __call__(self) -> Any:
         """The loss at w = f(θ)."""
@@ -309,9 +316,11 @@ class Evaluation:
 
     @torch.no_grad()
     def roll_back(self) -> None:
-        """The step failed: back to θ as it was before."""
+        """The step failed: back to θ as it was before, and to all else that the optimizer has moved."""
         if self._before is not None:
             self.run.weights.restore(self._before)
+            for parameter, was in self._others:
+                parameter.copy_(was)
 
 
 def skipped(optimizer: Optimizer) -> bool:

@@ -30,7 +30,7 @@ class Weights:
         self.problem, self.method, self.kernels = problem, method, kernels
         self.problems = problem.split()
         device = problem.targets[0].local.device
-        self.bad = torch.full((2,), FINE, dtype=torch.int32, device=device)
+        self.bad = torch.full((3,), FINE, dtype=torch.int32, device=device)
         # With a `min_density` every target may become a segment of its own.
         self._rows = [len(part.segments) + any(part.floors) * len(part.targets) for part in self.problems]
         self.residuals = torch.zeros(sum(self._rows), 2, dtype=torch.float64, device=device)
