@@ -62,6 +62,7 @@ class Guard:
     def written(self) -> None:
         """The model holds what it should."""
         self._versions = [version(target.parameter) for target in self.targets]
+        self._sums = None
 
     def _checksums(self) -> Tensor:
         """A number per target that changes with its values."""
