@@ -307,3 +307,94 @@ class TestModels:
         expected = {id(m.weight) for m in model.modules() if isinstance(m, tuple(layers))}
         assert set(found) == expected
         assert all(t.axes.plain for t in found.values())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, steps: int) -> None:
+    for _ in range(steps):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class TestNotices:
+    def test_what_is_left_out_and_why(self) -> None:
+        model = nn.ModuleDict(
+            {
+                "embed": nn.Embedding(10, 10),
+                "body": nn.Linear(20, 20),
+                "frozen": nn.Linear(10, 10).requires_grad_(False),
+                "named": nn.Linear(10, 15),
+                "other": nn.Bilinear(5, 5, 2),
+            }
+        )
+        told = repr(Sparsifier(model, 0.5, 10, exclude="named.*"))
+        reasons = "left out by name 18.8%, embedding 12.5%, frozen 12.5%, other 6.2%"
+        assert f"  left out: 50.0% of the weights of two or more dimensions ({reasons})\n" in told
+        with pytest.warns(UserWarning, match=r"leaves out 58.8% .*\(embedding 58.8%\).*41.2%.*include="):
+            Sparsifier(nn.Sequential(nn.Embedding(10, 10), nn.Linear(7, 10)), 0.5, 10)
+        Sparsifier(nn.Sequential(nn.Embedding(10, 10), nn.Linear(7, 10)), 0.5, 10, include="1.*")
+        assert "left out" not in repr(Sparsifier(nn.Linear(4, 4), 0.5, 10))
+
+    def test_base_weights_under_peft(self) -> None:
+        transformers()
+        peft = pytest.importorskip("peft")
+        net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+        model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0", "2"]))
+        with pytest.warns(UserWarning, match=r"leaves out 80.0% .*\(PEFT base weights 80.0%\)"):
+            sparsifier = Sparsifier(model, 0.5, 10, method="rigl")  # whose B is zero, which makes it no checkpoint
+        assert all("lora_" in layer.name for layer in sparsifier.layers())
+        assert "left out: 80.0%" in repr(sparsifier)
+
+    def test_layers_unfrozen_later_are_noticed_once(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sparsifier = Sparsifier(model, 0.5, 10).attach(optimizer)
+        train(model, optimizer, torch.randn(3, 8), 2)
+        model[0].requires_grad_(True)
+        with pytest.warns(UserWarning, match=r"0.weight could not be trained .* after unfreezing.*exclude="):
+            train(model, optimizer, torch.randn(3, 8), 1)
+        train(model, optimizer, torch.randn(3, 8), 7)
+        sparsifier.finalize()
+        assert model.get_parameter("0.weight").all()
+
+    def test_layers_excluded_by_name_may_be_unfrozen(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        Sparsifier(model, 0.5, 10, exclude="0.*").attach(optimizer)
+        model[0].requires_grad_(True)
+        train(model, optimizer, torch.randn(3, 8), 3)
+
+    def lopsided(self) -> nn.Sequential:
+        """The second layer is so small that nothing of it is left."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+        model.get_parameter("1.weight").data.mul_(1e-6)
+        return model
+
+    @pytest.mark.filterwarnings("error:next to nothing")
+    @pytest.mark.parametrize("finetune", [0.0, 0.5])
+    def test_a_layer_that_is_emptied_is_told_once_when_the_density_is_reached(self, finetune: float) -> None:
+        model = self.lopsided()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        sparsifier = Sparsifier(model, 0.9, 10, "imp", warmup=0.3, finetune=finetune).attach(optimizer)
+        x = torch.randn(3, 64)
+        train(model, optimizer, x, 2)
+        with pytest.warns(UserWarning, match=r"next to nothing is left of 1.weight: .*min_density="):
+            train(model, optimizer, x, 1)
+        train(model, optimizer, x, 7)
+        sparsifier.finalize()
+        assert "nothing is left of 1.weight" in repr(sparsifier)
+
+    @pytest.mark.filterwarnings("error:next to nothing")
+    def test_finalize_tells_if_no_step_did(self) -> None:
+        sparsifier = Sparsifier(self.lopsided(), 0.9, 10, "imp", warmup=0.0)
+        with pytest.warns(UserWarning, match="next to nothing is left of 1.weight"):
+            sparsifier.finalize()
+
+    @pytest.mark.filterwarnings("error:next to nothing")
+    def test_layers_that_keep_what_was_asked_are_not_told_of(self) -> None:
+        model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+        Sparsifier(model, 0.9995, 10, "imp", warmup=0.0, budget="uniform").finalize()
+        Sparsifier(self.lopsided(), 0.9, 10, "imp", warmup=0.0, min_density=0.01).finalize()

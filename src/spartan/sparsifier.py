@@ -23,6 +23,7 @@ from spartan.methods import as_method, check_together
 from spartan.methods.base import Method
 from spartan.problem.budgets import Budget
 from spartan.problem.costs import Cost, as_cost
+from spartan.problem.coverage import coverage_of
 from spartan.problem.patterns import Pattern
 from spartan.problem.problem import make_problem
 from spartan.problem.schedules import Moment
@@ -30,6 +31,7 @@ from spartan.problem.targets import Globs
 from spartan.solvers.base import check_kernels
 from spartan.state import plain
 from spartan.step import look
+from spartan.step.notices import Notices, check_zeros
 from spartan.step.run import Run, skipped
 from spartan.step.stats import Layer, Stats, describe, progress_of
 from spartan.step.wrap import add_learned, check_optimizers, remove_learned, wrap_step
@@ -52,7 +54,8 @@ class Sparsifier:
             `NM(n, m)` or `Heads(count)`.
         cost: what a parameter costs: `Params()` (default), `Flops(example_inputs)`, or {glob: cost per parameter}.
         budget: "global", "uniform", "erk" or {glob: sparsity}; None is the method's own.
-        include: globs over parameter names; None is every Linear, Conv*d and MultiheadAttention weight.
+        include: globs over parameter names; None is the weights of every Linear, Conv*d, transformers' Conv1D,
+            MultiheadAttention, LSTM, GRU and RNN, and of experts in one tensor; embeddings only by name.
         exclude: globs of those to leave dense.
         warmup: fraction of total_steps over which the sparsity grows; None is the method's own.
         finetune: fraction of total_steps, at the end, with the mask fixed; None is the method's own.
@@ -94,6 +97,7 @@ class Sparsifier:
     ) -> None:
         self.model = model
         self.method = as_method(method)
+        include, exclude = (x if x is None or isinstance(x, str) else list(x) for x in (include, exclude))
         at = Moment.start(
             total_steps,
             self.method.warmup if warmup is None else warmup,
@@ -116,6 +120,9 @@ class Sparsifier:
                 raise RuntimeError(
                     f"{target.name} already belongs to a sparsifier; finalize() that one before building another"
                 )
+        check_zeros(self.method, self._targets)
+        chosen_by_name = include is not None or bool(exclude)
+        self._notices = Notices(coverage_of(model, self._targets, include, exclude), chosen_by_name)
         # What a saved state must agree with.
         self.settings: dict[str, Any] = {
             "method": repr(self.method),
@@ -192,6 +199,7 @@ class Sparsifier:
             mine = [i for i, j in enumerate(self._owner) if j == me]
             result = run.step(optimizer, mine, update, closure)
         run.finish(optimizer, self._advances(me) if not skipped(optimizer) else False)
+        self._notices.look(run)
         return result
 
     def _advances(self, me: int) -> bool:
@@ -244,12 +252,13 @@ class Sparsifier:
         self._run.guard.look(wait=True)
         self._run.check_model()
         at = self._run.at
-        sparse_at = {"never": 0, "finetune": at.freeze_step}.get(self.method.sparse_from, at.warmup_steps)
-        if at.step < sparse_at:
+        if at.step < self.method.sparse_at(at):
             raise RuntimeError(
                 f"finalize() at step {at.step} of {at.total_steps}: {self.method.name} reaches the target density at "
-                f"step {sparse_at}; train on, or build the sparsifier with fewer total_steps"
+                f"step {self.method.sparse_at(at)}; train on, or build the sparsifier with fewer total_steps"
             )
+        self._notices.unfrozen()
+        self._notices.emptied(self._run)
         self._final = self.stats, self.layers(), self._run.path()
         self._run.gradients.close()
         self._run.weights.drop()
@@ -300,7 +309,7 @@ class Sparsifier:
 
     def __repr__(self) -> str:
         path = self._run.path() if self._final is None else self._final[2]
-        return describe(self.method, self.settings, self.stats, self.layers(), path)
+        return describe(self.method, self.settings, self.stats, self.layers(), path, self._notices.coverage)
 
     # ------------------------------------------------------------------ saving
 
