@@ -1,7 +1,7 @@
 """Averages of the dense weights, weights edited or swapped by hand, and copies of the model and the run."""
 
-import gc
 import contextlib
+import gc
 import io
 from collections.abc import Callable
 from copy import deepcopy

@@ -27,7 +27,8 @@ from spartan.problem.coverage import coverage_of
 from spartan.problem.patterns import Pattern
 from spartan.problem.problem import make_problem
 from spartan.problem.schedules import Moment
-from spartan.problem.targets import Globs
+from spartan.problem.targets import Globs, find_targets, some_names
+from spartan.problem.zeros import zeros_of
 from spartan.solvers.base import check_kernels
 from spartan.state import plain
 from spartan.step import look
@@ -150,6 +151,36 @@ class Sparsifier:
         self._final: tuple[Stats, list[Layer], str] | None = None
         self._run.write()
 
+    @classmethod
+    def from_sparse(
+        cls, model: nn.Module, *, include: Globs = None, exclude: Globs = None, kernels: str = "auto"
+    ) -> "Sparsifier":
+        """Train a model that is sparse already: the zeros that it has stay, exactly, and none are added.
+
+        Any optimizer will do, and there is no schedule: `finalize()` may come at any time. To go on after a crash, load
+        the model's, the optimizer's and this sparsifier's state. The arguments are those of `Sparsifier`.
+
+        Example:
+            >>> model = spartan.prune(torch.nn.Linear(10, 10), sparsity=0.9)
+            >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            >>> sparsifier = Sparsifier.from_sparse(model).attach(optimizer)
+            >>> model(torch.randn(8, 10)).square().mean().backward()
+            >>> optimizer.step()
+            >>> int((model.weight != 0).sum())
+            10
+        """
+        globs = [x if x is None or isinstance(x, str) else list(x) for x in (include, exclude)]
+        targets = find_targets(model, *globs)
+        zeros, whole = sum(zeros_of(targets)), sum(t.numel for t in targets)
+        if zeros in (0, whole):
+            raise ValueError(
+                f"from_sparse(): the model has {'no zeros' if not zeros else 'nothing but zeros'} in {some_names(targets)}; "
+                "load the weights of a sparse model first, or train one with Sparsifier(model, sparsity=…, total_steps=…)"
+            )
+        found = cls(model, zeros / whole, 1, "fixed", include=globs[0], exclude=globs[1], kernels=kernels)
+        found.settings |= {"sparsity": None, "total_steps": None}  # it has neither, so that any such state fits
+        return found
+
     # ------------------------------------------------------------------ the optimizer
 
     def attach(self, *optimizers: Optimizer) -> "Sparsifier":
@@ -158,8 +189,8 @@ class Sparsifier:
         if self._optimizers:
             raise RuntimeError("this sparsifier is attached already; detach() it first")
         self._owner = check_optimizers(optimizers, self._targets)
-        if self._learned():
-            add_learned(optimizers[self._owner[0]], self._learned(), self.method.learned_options)
+        if self._run.weights.learned():
+            add_learned(optimizers[self._owner[0]], self._run.weights.learned(), self.method.learned_options)
         self._optimizers = list(optimizers)
         self._undo = [wrap_step(optimizer, self._step) for optimizer in optimizers]
         return self
@@ -168,13 +199,10 @@ class Sparsifier:
         """Give the optimizers their own step back. The model keeps the sparse weights it holds."""
         for undo in self._undo:
             undo()
-        if self._optimizers and self._learned():
-            remove_learned(self._optimizers[self._owner[0]], self._learned())
+        if self._optimizers and self._run.weights.learned():
+            remove_learned(self._optimizers[self._owner[0]], self._run.weights.learned())
         self._optimizers, self._owner, self._undo, self._round = [], [], [], set()
         return self
-
-    def _learned(self) -> list[nn.Parameter]:
-        return [p for part in self._run.weights.parts for p in part.state.parameters()]
 
     # ------------------------------------------------------------------ the step
 
@@ -247,7 +275,11 @@ class Sparsifier:
             self._lent = False
 
     def finalize(self) -> None:
-        """End training: drop θ and leave an ordinary sparse model. `optimizer.step()` raises from then on."""
+        """End training: drop θ and leave an ordinary sparse model. `optimizer.step()` raises from then on.
+
+        From here on nothing guards the zeros: a plain optimizer that trains the model further fills them in, by its
+        gradients, momentum and weight decay. To train on and keep them, `Sparsifier.from_sparse(model)`.
+        """
         self._alive("finalize")
         self._run.guard.look(wait=True)
         self._run.check_model()
@@ -269,7 +301,7 @@ class Sparsifier:
         if self._final is not None:
             raise RuntimeError(
                 f"{what}() after finalize(): the dense weights are gone, and a further step would undo the sparsity. "
-                "detach() gives the optimizer back its own step."
+                "Sparsifier.from_sparse(model) trains on with these zeros; detach() gives the optimizer back its own step."
             )
         if self._lent:
             raise RuntimeError(f"{what}() inside dense_weights(): leave the block first, so that the model holds w")

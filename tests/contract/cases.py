@@ -73,6 +73,14 @@ class Case:
         """A float64 net with its optimizer (momentum, weight decay) and sparsifier."""
         torch.manual_seed(seed)
         model = Net().double()
+        if METHODS[self.method].keeps_zeros:  # it needs some
+            spartan.prune(
+                model,
+                sparsity_of(self.pattern),
+                pattern=PATTERNS[self.pattern],
+                cost=COSTS[self.cost],
+                budget=BUDGETS[self.budget],
+            )
         sparsifier = Sparsifier(
             model,
             sparsity_of(self.pattern),

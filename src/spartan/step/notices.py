@@ -36,7 +36,7 @@ def check_zeros(method: Method, targets: Sequence[Target]) -> None:
         raise ValueError(
             f"model: {found}; method={method.name!r} draws masks at random, which would destroy it. {ways}"
         )
-    warnings.warn(f"{found}; {method.name} begins anew at step 0. {ways}", UserWarning, stacklevel=4)
+    warnings.warn(f"{found}; {method.name} begins anew at step 0. {ways}", UserWarning, stacklevel=3)
 
 
 class Notices:
@@ -57,7 +57,7 @@ class Notices:
                 f"the sparsifier leaves out {coverage}: the sparsity is one of the other {1 - coverage.share:.1%}. Name "
                 "what is to be sparse with include=, or what is to stay dense with exclude=",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def look(self, run: Run) -> None:

@@ -118,10 +118,13 @@ def describe(
     # What is asked for is a fraction of the cost; with another cost than parameters that is not the density.
     part = stats.target_density * stats.cost / stats.target_cost if stats.target_cost else 0.0
     cost = "" if settings["cost"] == "Params" else f"{part:.4%} of the cost, "
+    # A run that began sparse has neither a sparsity that was asked for nor an end.
+    sparsity = "" if settings["sparsity"] is None else f"sparsity {settings['sparsity']:g}, "
+    end = "" if settings["total_steps"] is None else f" of {settings['total_steps']}"
     lines = [
-        f"Sparsifier: {method!r}, {settings['pattern']}, sparsity {settings['sparsity']:g}, "
+        f"Sparsifier: {method!r}, {settings['pattern']}, {sparsity}"
         f"budget {settings['budget']!r}, {len(layers)} tensors of {sum(x.parameters for x in layers):,} weights",
-        f"  step {stats.step} of {settings['total_steps']} ({stats.phase}): density {stats.density:.4%}, {cost}"
+        f"  step {stats.step}{end} ({stats.phase}): density {stats.density:.4%}, {cost}"
         f"asked {stats.target_density:.4%}{beta}",
         f"  by {path}",
     ]
