@@ -49,10 +49,10 @@ def verify(
         >>> model = spartan.prune(torch.nn.Linear(10, 10), sparsity=0.9)
         >>> verify(model, 0.9).density
         0.1
-        >>> model.weight.data[0] += 1.0
+        >>> model.weight.data += 1.0
         >>> verify(model, 0.9)
         Traceback (most recent call last):
-        RuntimeError: the model has fewer zeros than asked for: they are 0.81 of weight (asked: 0.9)
+        RuntimeError: the model has fewer zeros than asked for: they are 0 of weight (asked: 0.9)
     """
     problem = make_problem(
         model, sparsity, pattern=pattern, cost=cost, budget=budget, include=include, exclude=exclude, count=count,
