@@ -1,7 +1,11 @@
-"""Layers as other libraries have them."""
+"""Other libraries, and layers as they have them."""
 
 from __future__ import annotations
 
+import importlib.util
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -43,3 +47,12 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         up = self.up if self.is_transposed else self.up.transpose(1, 2)
         return torch.bmm(x.expand(len(up), *x.shape[-2:]), up)
+
+
+def library(name: str) -> Any:
+    """A library, beside whatever build of torch; the test is skipped where it is not installed."""
+    if importlib.util.find_spec("torchvision"):
+        importlib.import_module(
+            "tests.torchvision_cpu"
+        )  # which others import, and which may not fit a CPU build of torch
+    return pytest.importorskip(name)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,19 +17,11 @@ from spartan.problem.axes import Axes
 from spartan.problem.patterns import Pattern
 from spartan.problem.problem import make_problem
 from spartan.problem.targets import find_targets, wanted
-from tests.foreign import Conv1D, Experts, Featured
+from tests.foreign import Conv1D, Experts, Featured, library
 
 
 def targets(model: nn.Module, **kwargs: Any) -> dict[str, Axes]:
     return {t.name: t.axes for t in find_targets(model, **kwargs)}
-
-
-def transformers() -> Any:
-    """transformers, beside whatever build of torch."""
-    pytest.importorskip("transformers")
-    if importlib.util.find_spec("torchvision"):
-        importlib.import_module("tests.torchvision_cpu")  # which it imports, and which may not fit a CPU build of torch
-    return importlib.import_module("transformers")
 
 
 class TestDefaults:
@@ -107,11 +98,19 @@ class TestDefaults:
 
 
 # Weights that stand otherwise, each with the matrices in it, as outputs × inputs.
-KINDS = {
-    "conv1d": (Conv1D(8, 12), "weight", lambda w: [w.t()]),
-    "experts": (Experts(3, 12, 8), "up", list),
-    "transposed": (Experts(3, 12, 8, transposed=True), "up", lambda w: [m.t() for m in w]),
+KINDS: dict[str, tuple[str, Callable[[Tensor], list[Tensor]]]] = {
+    "conv1d": ("weight", lambda w: [w.t()]),
+    "experts": ("up", list),
+    "transposed": ("up", lambda w: [m.t() for m in w]),
 }
+
+
+def make(kind: str, outputs: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    made = Conv1D(outputs, 12) if kind == "conv1d" else Experts(3, 12, outputs, transposed=kind == "transposed")
+    return made.double()
+
+
 PATTERNS = [Block(2, 3), Block(1, -1), Block(-1, 1), Block(-1, -1), Channel(), Channel("in"), NM(2, 4)]
 
 
@@ -119,9 +118,7 @@ PATTERNS = [Block(2, 3), Block(1, -1), Block(-1, 1), Block(-1, -1), Channel(), C
 class TestPatterns:
     @pytest.mark.parametrize("pattern", [*PATTERNS, Heads(2)], ids=repr)
     def test_units_are_those_of_each_matrix(self, kind: str, pattern: Pattern) -> None:
-        model, name, matrices = KINDS[kind]
-        if pattern == Heads(2):
-            model = Conv1D(24, 12) if kind == "conv1d" else Experts(3, 12, 24, transposed=kind == "transposed")
+        model, (name, matrices) = make(kind, 24 if pattern == Heads(2) else 8), KINDS[kind]
         problem = make_problem(model, 0.5, pattern=pattern, include=name)
         weight = model.get_parameter(name).detach().double()
         expected = torch.cat([pattern.reduce(m) for m in matrices(weight)])
@@ -139,13 +136,12 @@ class TestPatterns:
         """A net of such weights trains as the net of Linears that compute the same, whose weights are in the usual order."""
         if method == "rigl" and isinstance(pattern, NM):
             pytest.skip("refused")
-        ours, name, matrices = KINDS[kind]
-        plain = nn.ModuleList(nn.Linear(12, 8, bias=False) for _ in matrices(ours.get_parameter(name)))
-        for weight, m in zip(plain.parameters(), matrices(ours.get_parameter(name)), strict=True):
+        model, (name, matrices) = make(kind), KINDS[kind]
+        before = matrices(model.get_parameter(name))
+        plain = nn.ModuleList(nn.Linear(12, 8, bias=False) for _ in before).double()
+        for weight, m in zip(plain.parameters(), before, strict=True):
             weight.data.copy_(m)
-        model = type(ours)(8, 12) if kind == "conv1d" else Experts(3, 12, 8, transposed=kind == "transposed")
-        model.load_state_dict(ours.state_dict())
-        x = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(5, 12, generator=torch.Generator().manual_seed(0)).double()
         options: dict[str, Any] = {"sparsity": 0.5, "total_steps": 8, "method": method, "pattern": pattern}
         options |= {"budget": "global", "warmup": 0.0}
         found = []
@@ -162,11 +158,11 @@ class TestPatterns:
             found.append(list(net.parameters()))
         ours_after = matrices(found[0][0].detach())
         for mine, theirs in zip(ours_after, found[1], strict=True):
-            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-9, atol=1e-11)
             assert torch.equal(mine == 0, theirs == 0)
 
     def test_prune_keeps_n_of_every_m_inputs(self, kind: str) -> None:
-        model, name, matrices = KINDS[kind]
+        model, (name, matrices) = make(kind), KINDS[kind]
         spartan.prune(model, 0.5, pattern=NM(2, 4), include=name)
         for m in matrices(model.get_parameter(name)):
             assert (m.reshape(8, 3, 4) != 0).sum(2).eq(2).all()
@@ -240,18 +236,17 @@ class TestModels:
     """Models of other libraries, small."""
 
     def small(self, kind: str, **kwargs: Any) -> nn.Module:
-        library = transformers()
         sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
         sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
-        config = getattr(library, f"{kind}Config")(**sizes, **kwargs)
-        model = getattr(library, f"{kind}ForCausalLM")(config)
+        config = getattr(library("transformers"), f"{kind}Config")(**sizes, **kwargs)
+        model = getattr(library("transformers"), f"{kind}ForCausalLM")(config)
         assert isinstance(model, nn.Module)
         return model
 
     def gpt2(self) -> nn.Module:
-        library = transformers()
+        hub = library("transformers")
         sizes = {"vocab_size": 84, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 4}
-        model = library.GPT2LMHeadModel(library.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+        model = hub.GPT2LMHeadModel(hub.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
         assert isinstance(model, nn.Module)
         return model
 
@@ -289,22 +284,18 @@ class TestModels:
 
     @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "beit_base_patch16_224"])
     def test_tables_of_positions_are_no_targets(self, name: str) -> None:
-        pytest.importorskip("timm")
-        importlib.import_module("tests.torchvision_cpu")
+        timm = library("timm")
         with torch.device("meta"):
-            model = importlib.import_module("timm").create_model(name)
-        self.check_tables(model)
+            self.check_tables(timm.create_model(name))
 
     def test_tables_of_torchvision_are_no_targets(self) -> None:
-        pytest.importorskip("torchvision")
-        vision = importlib.import_module("tests.torchvision_cpu").torchvision
+        torchvision = library("torchvision")
         with torch.device("meta"):
-            self.check_tables(vision.models.swin_t())
+            self.check_tables(torchvision.models.swin_t())
 
     def check_tables(self, model: nn.Module) -> None:
         found = {id(t.parameter): t for t in wanted(model)}
-        layers: Sequence[type[nn.Module]] = (nn.Linear, nn.Conv2d)
-        expected = {id(m.weight) for m in model.modules() if isinstance(m, tuple(layers))}
+        expected = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
         assert set(found) == expected
         assert all(t.axes.plain for t in found.values())
 
@@ -336,8 +327,7 @@ class TestNotices:
         assert "left out" not in repr(Sparsifier(nn.Linear(4, 4), 0.5, 10))
 
     def test_base_weights_under_peft(self) -> None:
-        transformers()
-        peft = pytest.importorskip("peft")
+        peft = library("peft")
         net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
         model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0", "2"]))
         with pytest.warns(UserWarning, match=r"leaves out 80.0% .*\(PEFT base weights 80.0%\)"):

@@ -11,6 +11,7 @@ from torch import nn
 
 import spartan
 from spartan import NM, Block, Flops, Sparsifier
+from tests.foreign import library
 
 
 def net() -> nn.Sequential:
@@ -121,10 +122,7 @@ class TestRemask:
             assert not p[~kept].any()
 
     def test_after_a_merge_of_adapters(self) -> None:
-        pytest.importorskip("transformers")
-        import tests.torchvision_cpu  # noqa: F401
-
-        peft = pytest.importorskip("peft")
+        peft = library("peft")
         model = spartan.prune(net(), 0.8)
         like = {name: x.clone() for name, x in model.state_dict().items()}
         adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False))
