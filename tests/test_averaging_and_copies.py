@@ -1,5 +1,6 @@
 """Averages of the dense weights, weights edited or swapped by hand, and copies of the model and the run."""
 
+import contextlib
 import gc
 import io
 from collections.abc import Callable
@@ -261,7 +262,8 @@ def test_a_copied_model_is_free(method: str, how: str, start: int) -> None:
     assert all(not p._backward_hooks for p in copied.parameters())
     its_optimizer = SGD(copied.parameters(), lr=0.1)
     its_sparsifier = Sparsifier(copied, 0.9, 20, method).attach(its_optimizer)
-    train(copied, its_optimizer, 5)
+    with pytest.warns(UserWarning, match="zero already") if start else contextlib.nullcontext():
+        train(copied, its_optimizer, 5)
     assert exactly_sparse(its_sparsifier)
     train(model, optimizer, 3, start)
     train(*twin[:2], 3, start)

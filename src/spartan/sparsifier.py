@@ -23,17 +23,21 @@ from spartan.methods import as_method, check_together
 from spartan.methods.base import Method
 from spartan.problem.budgets import Budget
 from spartan.problem.costs import Cost, as_cost
+from spartan.problem.coverage import coverage_of
 from spartan.problem.patterns import Pattern
 from spartan.problem.problem import make_problem
 from spartan.problem.schedules import Moment
-from spartan.problem.targets import Globs
+from spartan.problem.targets import Globs, find_targets, some_names
+from spartan.problem.zeros import zeros_of
 from spartan.solvers.base import check_kernels
 from spartan.state import plain
+from spartan.state.copies import rebuilt
 from spartan.state.riding import Riding
 from spartan.step import look
+from spartan.step.notices import Notices, sparse_already
 from spartan.step.run import Run, skipped
 from spartan.step.stats import Layer, Stats, describe, progress_of
-from spartan.step.wrap import MARK, Attachment, add_learned, remove_learned, unwrapped
+from spartan.step.wrap import MARK, Attachment, add_learned, remove_learned
 
 # Which sparsifier a parameter belongs to, so that a second one on the same model is refused.
 _OWNERS: Any = WeakIdKeyDictionary()
@@ -53,7 +57,8 @@ class Sparsifier:
             `NM(n, m)` or `Heads(count)`.
         cost: what a parameter costs: `Params()` (default), `Flops(example_inputs)`, or {glob: cost per parameter}.
         budget: "global", "uniform", "erk" or {glob: sparsity}; None is the method's own.
-        include: globs over parameter names; None is every Linear, Conv*d and MultiheadAttention weight.
+        include: globs over parameter names; None is the weights of every Linear, Conv*d, transformers' Conv1D,
+            MultiheadAttention, LSTM, GRU and RNN, and of experts in one tensor; embeddings only by name.
         exclude: globs of those to leave dense.
         warmup: fraction of total_steps over which the sparsity grows; None is the method's own.
         finetune: fraction of total_steps, at the end, with the mask fixed; None is the method's own.
@@ -95,6 +100,7 @@ class Sparsifier:
     ) -> None:
         self.model = model
         self.method = as_method(method)
+        include, exclude = (x if x is None or isinstance(x, str) else list(x) for x in (include, exclude))
         # What a copy is built with.
         self._arguments: dict[str, Any] = {
             "sparsity": sparsity, "total_steps": total_steps, "method": self.method, "pattern": pattern, "cost": cost,
@@ -123,6 +129,9 @@ class Sparsifier:
                 raise RuntimeError(
                     f"{target.name} already belongs to a sparsifier; finalize() that one before building another"
                 )
+        found = sparse_already(self.method, self._targets)
+        chosen_by_name = include is not None or bool(exclude)
+        self._notices = Notices(coverage_of(model, self._targets, include, exclude), chosen_by_name, found)
         # What a saved state must agree with.
         self.settings: dict[str, Any] = {
             "method": repr(self.method),
@@ -146,10 +155,39 @@ class Sparsifier:
         self._run.guard.perturbed = lambda: self._attachment.perturbed
         self._riding: Riding | None = None
         self._owner: list[int] = []  # index of the optimizer that trains each target
-        self._round: set[int] = set()  # optimizers that have stepped since the schedule last advanced
         self._lent = False  # inside dense_weights()
         self._final: tuple[Stats, list[Layer], str] | None = None
         self._run.write()
+
+    @classmethod
+    def from_sparse(
+        cls, model: nn.Module, *, include: Globs = None, exclude: Globs = None, kernels: str = "auto"
+    ) -> "Sparsifier":
+        """Train a model that is sparse already: the zeros that it has stay, exactly, and none are added.
+
+        Any optimizer will do, and there is no schedule: `finalize()` may come at any time. To go on after a crash, load
+        the model's, the optimizer's and this sparsifier's state. The arguments are those of `Sparsifier`.
+
+        Example:
+            >>> model = spartan.prune(torch.nn.Linear(10, 10), sparsity=0.9)
+            >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            >>> sparsifier = Sparsifier.from_sparse(model).attach(optimizer)
+            >>> model(torch.randn(8, 10)).square().mean().backward()
+            >>> optimizer.step()
+            >>> int((model.weight != 0).sum())
+            10
+        """
+        globs = [x if x is None or isinstance(x, str) else list(x) for x in (include, exclude)]
+        targets = find_targets(model, *globs)
+        zeros, whole = sum(zeros_of(targets)), sum(t.numel for t in targets)
+        if zeros in (0, whole):
+            raise ValueError(
+                f"from_sparse(): the model has {'no zeros' if not zeros else 'nothing but zeros'} in {some_names(targets)}; "
+                "load the weights of a sparse model first, or train one with Sparsifier(model, sparsity=…, total_steps=…)"
+            )
+        found = cls(model, zeros / whole, 1, "fixed", include=globs[0], exclude=globs[1], kernels=kernels)
+        found.settings |= {"sparsity": None, "total_steps": None}  # it has neither, so that any such state fits
+        return found
 
     # ------------------------------------------------------------------ the optimizer
 
@@ -160,9 +198,9 @@ class Sparsifier:
         if mine.optimizers:
             raise RuntimeError("this sparsifier is attached already; detach() it first")
         self._owner = mine.attach(optimizers, self._step)
-        first = mine.optimizers[self._owner[0]]
-        if self._learned():
-            add_learned(first, self._learned(), self.method.learned_options)
+        first, learned = mine.optimizers[self._owner[0]], self._run.weights.learned()
+        if learned:
+            add_learned(first, learned, self.method.learned_options)
         self._run.gradients.paused = False
         if self._run.problem.ranks.alone and hasattr(first, "register_state_dict_post_hook"):
             self._riding = Riding(first, self.state_dict, self.load_state_dict, MARK)
@@ -170,17 +208,15 @@ class Sparsifier:
 
     def detach(self) -> "Sparsifier":
         """Give the optimizers their own step back. The model keeps the sparse weights it holds."""
-        if self._attachment.optimizers and self._learned():
-            remove_learned(self._attachment.optimizers[self._owner[0]], self._learned())
+        learned = self._run.weights.learned()
+        if self._attachment.optimizers and learned:
+            remove_learned(self._attachment.optimizers[self._owner[0]], learned)
         if self._riding is not None:
             self._riding.close()
         self._riding, self._run.gradients.paused = None, True
         self._attachment.detach()
-        self._owner, self._round = [], set()
+        self._owner = []
         return self
-
-    def _learned(self) -> list[nn.Parameter]:
-        return [p for part in self._run.weights.parts for p in part.state.parameters()]
 
     # ------------------------------------------------------------------ the step
 
@@ -197,6 +233,7 @@ class Sparsifier:
         """What `optimizer.step()` does now."""
         self._alive("optimizer.step")
         run = self._run
+        self._notices.begin()
         run.guard.look()
         me = next((j for j, other in enumerate(self._attachment.optimizers) if other is optimizer), None)
         if me is None:
@@ -209,17 +246,9 @@ class Sparsifier:
         else:
             mine = [i for i, j in enumerate(self._owner) if j == me]
             result = run.step(optimizer, mine, update, closure)
-        run.finish(optimizer, self._advances(me) if not skipped(optimizer) else False)
+        run.finish(optimizer, not skipped(optimizer) and self._attachment.advances(me))
+        self._notices.look(run)
         return result
-
-    def _advances(self, me: int) -> bool:
-        """Whether the schedule moves on: when all optimizers have stepped, or one steps again."""
-        again = me in self._round
-        self._round = {me} if again else self._round | {me}
-        everyone = len(self._round) == len(self._attachment.optimizers)
-        if everyone:
-            self._round = set()
-        return again or everyone
 
     @contextmanager
     def dense_weights(self) -> Iterator[None]:
@@ -257,17 +286,22 @@ class Sparsifier:
             self._lent = run.gradients.paused = False
 
     def finalize(self) -> None:
-        """End training: drop θ and leave an ordinary sparse model. `optimizer.step()` raises from then on."""
+        """End training: drop θ and leave an ordinary sparse model. `optimizer.step()` raises from then on.
+
+        From here on nothing guards the zeros: a plain optimizer that trains the model further fills them in, by its
+        gradients, momentum and weight decay. To train on and keep them, `Sparsifier.from_sparse(model)`.
+        """
         self._alive("finalize")
         self._run.guard.look(wait=True)
         self._run.check_model(look=True)
         at = self._run.at
-        sparse_at = {"never": 0, "finetune": at.freeze_step}.get(self.method.sparse_from, at.warmup_steps)
-        if at.step < sparse_at:
+        if at.step < self.method.sparse_at(at):
             raise RuntimeError(
                 f"finalize() at step {at.step} of {at.total_steps}: {self.method.name} reaches the target density at "
-                f"step {sparse_at}; train on, or build the sparsifier with fewer total_steps"
+                f"step {self.method.sparse_at(at)}; train on, or build the sparsifier with fewer total_steps"
             )
+        self._notices.unfrozen()
+        self._notices.emptied(self._run)
         self._final = self.stats, self.layers(), self._run.path()
         self._run.gradients.close()
         self._run.weights.drop()
@@ -279,7 +313,7 @@ class Sparsifier:
         if self._final is not None:
             raise RuntimeError(
                 f"{what}() after finalize(): the dense weights are gone, and a further step would undo the sparsity. "
-                "detach() gives the optimizer back its own step."
+                "Sparsifier.from_sparse(model) trains on with these zeros; detach() gives the optimizer back its own step."
             )
         if self._lent:
             raise RuntimeError(f"{what}() inside dense_weights(): leave the block first, so that the model holds w")
@@ -319,7 +353,7 @@ class Sparsifier:
 
     def __repr__(self) -> str:
         path = self._run.path() if self._final is None else self._final[2]
-        return describe(self.method, self.settings, self.stats, self.layers(), path)
+        return describe(self.method, self.settings, self.stats, self.layers(), path, self._notices.coverage)
 
     # ------------------------------------------------------------------ copying and saving
 
@@ -328,13 +362,13 @@ class Sparsifier:
         self._alive("copy")
         learned = [part.state.learned | part.state.learned_per_target for part in self._run.weights.parts]
         given = self._attachment.outer, self._attachment.optimizers
-        return _rebuilt, (self.model, self._arguments, self.state_dict(), *given, learned)
+        return rebuilt, (type(self), self.model, self._arguments, self.state_dict(), *given, learned)
 
     def state_dict(self) -> dict[str, Any]:
         """θ by parameter name, the step and all else that a bit-identical resume needs; tensors are not copied."""
         self._alive("state_dict")
         self._run.guard.look(wait=True)
-        return {**plain.pack(self.settings, self._run), "round": sorted(self._round)}
+        return {**plain.pack(self.settings, self._run), "round": sorted(self._attachment.round)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved with the same model and settings. Load the model and the optimizer as well."""
@@ -343,25 +377,6 @@ class Sparsifier:
         run.guard.same_tensors()
         plain.check(state, self.settings, run)
         plain.restore(state, run)
-        self._round = set(state["round"])
+        self._attachment.round, self._notices.sparse_already = set(state["round"]), None
         run.count()
         run.write()
-
-
-def _rebuilt(
-    model: nn.Module,
-    arguments: dict[str, Any],
-    state: Mapping[str, Any],
-    outer: list[Any],
-    optimizers: list[Optimizer],
-    learned: list[dict[str, nn.Parameter]],
-) -> Sparsifier:
-    """A sparsifier for copies of a model, of the optimizers attached to it, and of what the method has learned."""
-    found = Sparsifier(model, **arguments)
-    for part, saved in zip(found._run.weights.parts, learned, strict=True):
-        for mine in (part.state.learned, part.state.learned_per_target):
-            mine.update({name: saved[name] for name in mine})  # those that the optimizer's copy holds
-    found.load_state_dict(state)
-    if optimizers:
-        found.attach(*(next((x for x in outer if unwrapped(x) is o), o) for o in optimizers))
-    return found

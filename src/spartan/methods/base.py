@@ -54,6 +54,8 @@ class Method(ABC):
     restarts: ClassVar[bool] = False
     # Whether it draws random numbers, which are others on another kind of device.
     random: ClassVar[bool] = False
+    # Whether the zeros that a model has when the run begins are those that it ends with.
+    keeps_zeros: ClassVar[bool] = False
     # Whether w = θ always, so that nothing needs to be kept or written.
     identity: ClassVar[bool] = False
     # α, where the method works on ψ = sign(θ)·|θ|^α in the place of θ.
@@ -94,6 +96,10 @@ class Method(ABC):
         form, kept = self.form(solver, at), self.keep(solver, at)
         mask = solver.mask(form, kept) if form.project else None
         return kept, kept.to(solver.dtype) if mask is None else masked(mask, kept)
+
+    def sparse_at(self, at: Moment) -> int:
+        """The step from which on the model is as sparse as it is to be."""
+        return {"never": 0, "finetune": at.freeze_step}.get(self.sparse_from, at.warmup_steps)
 
     def beta_at(self, problem: Problem, at: Moment) -> list[float] | None:
         """The sharpness in use of every segment, for methods that have one."""

@@ -87,8 +87,7 @@ class SViTE(ByGradient):
 
     def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:
         """Remember Σ|g|, and |Σ w·g| where it decides; of a head, by its values."""
-        pattern, views = solver.problem.pattern, solver.theta.views
-        growing = [pattern.growing(theta.shape, theta.device) for theta in views]
+        growing = [solver.problem.growing(i) for i in range(len(grads))]
         pairs = zip(grads, growing, strict=True)
         grads = [g if g is None or rows is None else g * rows for g, rows in pairs]
         super().observe(solver, grads, at)

@@ -139,4 +139,7 @@ def why_no_kernels(problem: Problem, kernels: str, frozen: bool = False) -> str:
         # The order that ties are cut by.
         if problem.pattern.single and not problem.by_memory and not target.parameter.is_contiguous() and not frozen:
             return f"{target.name} is not in row-major order"
+        units = not problem.pattern.single and problem.pattern.rows is None
+        if units and target.axes.matrix(target.parameter) is None and not frozen:
+            return f"{target.name} is experts of inputs × outputs"
     return ""

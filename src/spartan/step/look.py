@@ -27,9 +27,10 @@ def kept_units(weights: Weights, at: Moment) -> list[int]:
     found = []
     for solver in weights.frozen:
         pairs = zip(solver.places, solver.problem.sizes, strict=True)
-        here = torch.tensor([n.numel() // size for n, size in pairs], device=solver.flags.bad.device)
-        ranks = solver.problem.ranks
-        found.append(ranks.sum(ranks.counted(here)).tolist())
+        here, ranks = [n.numel() // size for n, size in pairs], solver.problem.ranks
+        if not ranks.alone:
+            here = ranks.sum(ranks.counted(torch.tensor(here, device=solver.flags.bad.device))).tolist()
+        found.append(here)
     for part in weights.solving:
         found.append(part.sum_by_target(weights.method.keep(part, at))[0].tolist())
     return [int(n) for n in weights.in_order(found)]

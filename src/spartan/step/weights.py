@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spartan.methods.base import Method
 from spartan.problem.problem import Problem
@@ -130,6 +130,10 @@ class Weights:
             frozen.state, frozen.k, frozen.chosen = solver.state, solver.k, solver.solution()
             found.append(frozen)
         self.frozen, self.solving = found, []
+
+    def learned(self) -> list[nn.Parameter]:
+        """The method's own parameters, which an optimizer trains."""
+        return [p for part in self.parts for p in part.state.parameters()]
 
     def drop(self) -> None:
         """Let θ go."""

@@ -27,6 +27,7 @@ class Attachment:
     def __init__(self, targets: Sequence[Target]) -> None:
         self.targets = list(targets)
         self.optimizers: list[Optimizer] = []  # those whose step is wrapped
+        self.round: set[int] = set()  # by number, those that have stepped since the schedule last advanced
         self.outer: list[Any] = []  # those around them, which call that step
         self.stepping = False
         self.released = False  # detach() was called: others may do what they like
@@ -65,6 +66,15 @@ class Attachment:
                 self._undo.append(_wrap_first_step(optimizer, self))
         return owner
 
+    def advances(self, me: int) -> bool:
+        """Whether the schedule moves on with this optimizer's step: when all have stepped, or one steps again."""
+        again = me in self.round
+        self.round = {me} if again else self.round | {me}
+        everyone = len(self.round) == len(self.optimizers)
+        if everyone:
+            self.round = set()
+        return again or everyone
+
     def detach(self) -> None:
         """Give the optimizers their own steps back."""
         for undo in self._undo:
@@ -72,7 +82,7 @@ class Attachment:
         for optimizer in self.optimizers:
             optimizer.param_groups[0].pop(MARK, None)
         _ATTACHED.difference_update([*self.optimizers, *self.outer])
-        self.optimizers, self.outer, self._undo, self.released = [], [], [], True
+        self.optimizers, self.outer, self._undo, self.round, self.released = [], [], [], set(), True
 
     def close(self) -> None:
         """Nobody has to be attached any more."""
