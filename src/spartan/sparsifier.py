@@ -302,7 +302,7 @@ class Sparsifier:
             )
         self._notices.unfrozen()
         self._notices.emptied(self._run)
-        self._final = self.stats, self.layers(), self._run.path()
+        self._final = self.stats, self.layers(), look.path(self._run.weights, self._run.at)
         self._run.gradients.close()
         self._run.weights.drop()
         self._attachment.close()
@@ -352,7 +352,7 @@ class Sparsifier:
         return look.histogram(self._run.weights, self._run.at, bins)
 
     def __repr__(self) -> str:
-        path = self._run.path() if self._final is None else self._final[2]
+        path = look.path(self._run.weights, self._run.at) if self._final is None else self._final[2]
         return describe(self.method, self.settings, self.stats, self.layers(), path, self._notices.coverage)
 
     # ------------------------------------------------------------------ copying and saving

@@ -47,6 +47,7 @@ class GradientState:
         self._targets, self._turn = list(targets), weakref.WeakMethod(turn)
         self._records: list[_Record | None] = [None] * len(targets)
         self._aside: list[Tensor | None] = [None] * len(targets)  # gradients for θ, while others are accumulated
+        self._seen: dict[int, Tensor] = {}  # gradients for w, where a method looks at them
         self._task = -1  # the backward at whose end a call is queued
         self._raw = False  # whether what the last backward accumulated was left as it is
         self.paused = False  # whether gradients are none of ours for a while
@@ -117,9 +118,15 @@ class GradientState:
         if record is not None:
             record.stepped = record.decayed = True
 
-    def accumulates(self, i: int) -> bool:
-        """Whether target i has a gradient for θ from an earlier backward, to which the fresh one is added."""
-        return self._aside[i] is not None
+    def summed(self, numbers: Sequence[int], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients for w of these targets, from all backwards since the last step."""
+        for n, grad in zip(numbers, grads, strict=True):
+            before = self._seen.get(n) if self._aside[n] is not None else None
+            if grad is not None:
+                self._seen[n] = grad.clone() if before is None else before + grad
+            elif before is None:
+                self._seen.pop(n, None)
+        return [self._seen.get(n) for n in numbers]
 
     @torch.no_grad()
     def turn_fresh(self, turn: Callable[[list[bool]], None]) -> None:

@@ -22,6 +22,17 @@ def solutions(weights: Weights) -> list[tuple[float, dict[str, Any] | None, dict
     return found
 
 
+def path(weights: Weights, at: Moment) -> str:
+    """What does the work, and why."""
+    if weights.method.identity:
+        return "nothing to do"
+    found = [part.path(form) for part, form in weights.each(at)]
+    if len(set(found)) == 1:
+        return found[0]
+    sizes, every = [len(part.problem.targets) for part in weights.parts], len(weights.problem.targets)
+    return "; ".join(f"{path}: {n} of {every} tensors" for path, n in zip(found, sizes, strict=True))
+
+
 def kept_units(weights: Weights, at: Moment) -> list[int]:
     """Units kept of each target, by all processes that hold shards of it."""
     found = []

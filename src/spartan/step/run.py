@@ -48,7 +48,6 @@ class Run:
             method.setup(solver, at)
         self.solve()
         self.gradients = GradientState(problem.targets, self.backward, model)
-        self._seen: dict[int, Tensor] = {}  # gradients for w, where the method looks at them
 
     # ------------------------------------------------------------------ the step
 
@@ -111,18 +110,8 @@ class Run:
             numbers = part.problem.numbers
             grads = [t.local_grad if fresh[n] else None for t, n in zip(part.problem.targets, numbers, strict=True)]
             if isinstance(part, TorchSolver) and self.method.observes(self.at):
-                self.method.observe(part, self._whole(numbers, grads), self.at)
+                self.method.observe(part, self.gradients.summed(numbers, grads), self.at)
             self._replace_gradients(part.problem, grads, part.turn(form, grads))
-
-    def _whole(self, numbers: Sequence[int], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients for w of all backwards since the last step."""
-        for n, grad in zip(numbers, grads, strict=True):
-            before = self._seen.get(n) if self.gradients.accumulates(n) else None
-            if grad is not None:
-                self._seen[n] = grad.clone() if before is None else before + grad
-            elif before is None:
-                self._seen.pop(n, None)
-        return [self._seen.get(n) for n in numbers]
 
     def _replace_gradients(self, problem: Problem, old: Sequence[Tensor | None], new: Sequence[Tensor | None]) -> None:
         """Put turned gradients where the others were."""
@@ -261,17 +250,6 @@ class Run:
             return math.fsum(n * c for n, c in zip(self.kept_units(), self.problem.unit_costs, strict=True))
         costs = [solver.kept_cost(self.method.form(solver, self.at)) for solver in self.weights.solving]
         return None if None in costs else sum(cost.sum() for cost in costs if cost is not None)
-
-    def path(self) -> str:
-        """What does the work, and why."""
-        if self.method.identity:
-            return "nothing to do"
-        found = [part.path(form) for part, form in self.weights.each(self.at)]
-        if len(set(found)) == 1:
-            return found[0]
-        sizes = [len(part.problem.targets) for part in self.weights.parts]
-        every = len(self.problem.targets)
-        return "; ".join(f"{path}: {n} of {every} tensors" for path, n in zip(found, sizes, strict=True))
 
 
 class Evaluation:
