@@ -3,7 +3,7 @@
 The model always holds the sparse weights w = f(θ). Three moves make a training step:
 
     forward, backward    run on w; the model is plain and unmodified
-    backward()           turns the gradient for w into the one for θ, in `.grad`
+    when it ends         the gradient for w becomes the one for θ, in `.grad`
     optimizer.step()     θ goes into the parameters, is updated and kept; new masks are chosen; w goes back
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from spartan.averaging import Average
 from spartan.distributed import same_on_all
 from spartan.methods import as_method, check_together
 from spartan.methods.base import Method
@@ -156,6 +157,7 @@ class Sparsifier:
         self._riding: Riding | None = None
         self._owner: list[int] = []  # index of the optimizer that trains each target
         self._lent = False  # inside dense_weights()
+        self._averages: list[Average] = []
         self._final: tuple[Stats, list[Layer], str] | None = None
         self._run.write()
 
@@ -193,7 +195,7 @@ class Sparsifier:
 
     def attach(self, *optimizers: Optimizer) -> "Sparsifier":
         """Wrap the step of the optimizer, or optimizers, that train the targets. Returns the sparsifier."""
-        self._alive("attach")
+        _alive(self, "attach")
         mine = self._attachment
         if mine.optimizers:
             raise RuntimeError("this sparsifier is attached already; detach() it first")
@@ -221,18 +223,18 @@ class Sparsifier:
     # ------------------------------------------------------------------ the step
 
     def backward(self) -> None:
-        """Turn the gradients for w in `.grad` into gradients for θ, once per step.
+        """Turn the gradients for w in `.grad` into gradients for θ, where the end of the backward has not done so.
 
-        Needed only before clipping or logging gradients; `optimizer.step()` does it otherwise. The map is linear, so
-        accumulated and loss-scaled gradients are fine.
+        Needed only before clipping or logging gradients, and only in a few places (docs/concepts.md); elsewhere it does
+        nothing. `optimizer.step()` does it otherwise.
         """
-        self._alive("backward")
+        _alive(self, "backward")
         self._run.backward()
 
     def _step(self, optimizer: Optimizer, update: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """What `optimizer.step()` does now."""
-        self._alive("optimizer.step")
-        run = self._run
+        _alive(self, "optimizer.step")
+        run, before = self._run, self._run.at.step
         self._notices.begin()
         run.guard.look()
         me = next((j for j, other in enumerate(self._attachment.optimizers) if other is optimizer), None)
@@ -248,6 +250,9 @@ class Sparsifier:
             result = run.step(optimizer, mine, update, closure)
         run.finish(optimizer, not skipped(optimizer) and self._attachment.advances(me))
         self._notices.look(run)
+        if run.at.step > before:
+            for average in self._averages:
+                average.update()
         return result
 
     @contextmanager
@@ -262,7 +267,7 @@ class Sparsifier:
             with sparsifier.dense_weights():
                 model.load_state_dict(ema.module.state_dict())   # at the end
         """
-        self._alive("dense_weights")
+        _alive(self, "dense_weights")
         run, every = self._run, range(len(self._targets))
         run.check_model()
         self._lent = run.gradients.paused = True
@@ -291,7 +296,7 @@ class Sparsifier:
         From here on nothing guards the zeros: a plain optimizer that trains the model further fills them in, by its
         gradients, momentum and weight decay. To train on and keep them, `Sparsifier.from_sparse(model)`.
         """
-        self._alive("finalize")
+        _alive(self, "finalize")
         self._run.guard.look(wait=True)
         self._run.check_model(look=True)
         at = self._run.at
@@ -309,14 +314,11 @@ class Sparsifier:
         for target in self._targets:
             _OWNERS.pop(target.parameter, None)
 
-    def _alive(self, what: str) -> None:
-        if self._final is not None:
-            raise RuntimeError(
-                f"{what}() after finalize(): the dense weights are gone, and a further step would undo the sparsity. "
-                "Sparsifier.from_sparse(model) trains on with these zeros; detach() gives the optimizer back its own step."
-            )
-        if self._lent:
-            raise RuntimeError(f"{what}() inside dense_weights(): leave the block first, so that the model holds w")
+    def ema(self, decay: float) -> Average:
+        """An average of θ and of all other parameters, moved after each step; projected when it is used."""
+        _alive(self, "ema")
+        self._averages.append(Average(self, decay))
+        return self._averages[-1]
 
     # ------------------------------------------------------------------ looking
 
@@ -348,7 +350,7 @@ class Sparsifier:
 
     def mask_histogram(self, bins: int = 50) -> list[int] | None:
         """How many units have a soft mask value in each of `bins` equal parts of [0, 1]; None for hard masks."""
-        self._alive("mask_histogram")
+        _alive(self, "mask_histogram")
         return look.histogram(self._run.weights, self._run.at, bins)
 
     def __repr__(self) -> str:
@@ -359,20 +361,20 @@ class Sparsifier:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied or pickled together with its model and its optimizers, it goes on with the copies."""
-        self._alive("copy")
+        _alive(self, "copy")
         learned = [part.state.learned | part.state.learned_per_target for part in self._run.weights.parts]
         given = self._attachment.outer, self._attachment.optimizers
         return rebuilt, (type(self), self.model, self._arguments, self.state_dict(), *given, learned)
 
     def state_dict(self) -> dict[str, Any]:
         """θ by parameter name, the step and all else that a bit-identical resume needs; tensors are not copied."""
-        self._alive("state_dict")
+        _alive(self, "state_dict")
         self._run.guard.look(wait=True)
         return {**plain.pack(self.settings, self._run), "round": sorted(self._attachment.round)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved with the same model and settings. Load the model and the optimizer as well."""
-        self._alive("load_state_dict")
+        _alive(self, "load_state_dict")
         run = self._run
         run.guard.same_tensors()
         plain.check(state, self.settings, run)
@@ -380,3 +382,14 @@ class Sparsifier:
         self._attachment.round, self._notices.sparse_already = set(state["round"]), None
         run.count()
         run.write()
+
+
+def _alive(self: Sparsifier, what: str) -> None:
+    """Refuse what cannot be done any more, or not now."""
+    if self._final is not None:
+        raise RuntimeError(
+            f"{what}() after finalize(): the dense weights are gone, and a further step would undo the sparsity. "
+            "Sparsifier.from_sparse(model) trains on with these zeros; detach() gives the optimizer back its own step."
+        )
+    if self._lent:
+        raise RuntimeError(f"{what}() inside dense_weights(): leave the block first, so that the model holds w")

@@ -33,6 +33,12 @@ def path(weights: Weights, at: Moment) -> str:
     return "; ".join(f"{path}: {n} of {every} tensors" for path, n in zip(found, sizes, strict=True))
 
 
+def thetas(weights: Weights) -> list[Tensor]:
+    """θ of every target, as this process holds it; of what is gone, once masks are fixed, zeros."""
+    found = [[solver.spread(i, theta) for i, theta in enumerate(solver.thetas)] for solver in weights.frozen]
+    return weights.in_order([*found, *(part.theta.views for part in weights.solving)])
+
+
 def kept_units(weights: Weights, at: Moment) -> list[int]:
     """Units kept of each target, by all processes that hold shards of it."""
     found = []
