@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
 
 from spartan import Sparsifier, Spartan
-from tests.loops import (
+from tests.training import (
     KEPT,
     METHODS,
     WEIGHTS,

@@ -13,7 +13,7 @@ from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from spartan import Sparsifier
-from tests.loops import (
+from tests.training import (
     KEPT,
     METHODS,
     SETTINGS,

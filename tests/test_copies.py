@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD, lr_scheduler
 
 from spartan import Sparsifier
-from tests.loops import SETTINGS, exactly_sparse, loss_of, net, same, train, values
+from tests.training import SETTINGS, exactly_sparse, loss_of, net, same, train, values
 
 
 def again(x: Any) -> Any:

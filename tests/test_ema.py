@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD
 
 from spartan import Sparsifier, verify
-from tests.loops import SETTINGS, WEIGHTS, close, net, same, setup, thetas, train, values
+from tests.training import SETTINGS, WEIGHTS, close, net, same, setup, thetas, train, values
 
 METHODS = ["spartan", "topkast", "rigl", "movement", "fixed"]
 

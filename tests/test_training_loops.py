@@ -11,7 +11,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from spartan import Sparsifier
-from tests.loops import (
+from tests.training import (
     KEPT,
     METHODS,
     WEIGHTS,

@@ -8,7 +8,7 @@ from torch.optim import SGD
 
 import spartan
 from spartan import Sparsifier, Spartan
-from tests.loops import (
+from tests.training import (
     KEPT,
     METHODS,
     WEIGHTS,

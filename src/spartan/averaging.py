@@ -93,7 +93,8 @@ class Average:
         run.weights.take(every)
         try:
             run.solve()
-            return [w.clone() for w in run.weights.values(run.at)]
+            run.weights.write(run.at)
+            return [target.local.clone() for target in run.problem.targets]
         finally:
             run.weights.restore(before)
             run.write()

@@ -131,6 +131,27 @@ def test_a_step_that_fails_is_taken_back(name: str) -> None:
     assert sparsifier.stats == stats
 
 
+@pytest.mark.parametrize("name", ["spartan", "topkast"])
+def test_weights_swapped_out_and_in_again_are_not_changed(name: str) -> None:
+    """As evaluating an average does: versions change, values do not, whoever wrote them."""
+    model, optimizer, sparsifier, _ = run("auto", METHODS[name], steps=4)
+    assert "chunks" in repr(sparsifier)
+    with torch.no_grad():
+        for p in model.parameters():
+            own = p.clone()
+            p.fill_(1.0)
+            p.copy_(own)
+    model(torch.ones(2, 3, 8, 8)).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        weight = next(p for p in model.parameters() if p.ndim > 1)
+        weight[weight == 0] = 1e-3
+    changed = weight.detach().clone()
+    with pytest.raises(RuntimeError, match="changed outside the optimizer step"):
+        optimizer.step()
+    assert torch.equal(weight, changed)  # left as it was found
+
+
 def moved(tensors: list[Tensor], scale: float, seed: int) -> list[Tensor]:
     rng = torch.Generator().manual_seed(seed)
     return [t * (1 + scale * torch.randn(t.shape, generator=rng)) for t in tensors]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from spartan.distributed import fsdp_modules, version
 from spartan.problem.targets import current, some_names
 from spartan.solvers.base import FINE
+from spartan.solvers.theta import copy_all
 from spartan.step.weights import Weights
 
 FAR = 1e-3  # a mask this far from its budget, as a fraction of it, deserves a word; 1e-6 is the rule
@@ -85,8 +86,8 @@ class Guard:
         self._sums = None
 
     @torch.no_grad()
-    def untouched(self, expected: Callable[[], list[Tensor]], look: bool = False) -> None:
-        """The model must hold what was written into it; `expected` makes that again, if somebody has to look.
+    def untouched(self, write: Callable[[], None], look: bool = False) -> None:
+        """The model must hold what was written into it; `write` does that again, if somebody has to look.
 
         Writes through `.data` leave no trace in versions: with `look` the values are compared in any case.
         """
@@ -94,16 +95,20 @@ class Guard:
         versions = [version(target.parameter) for target in self.targets]
         if self.weights.method.identity or self.perturbed() or (versions == self._versions and not look):
             return
-        # Swapping an average in and out again bumps versions too, so look at the values before complaining.
-        pairs = enumerate(zip(self.targets, expected(), strict=True))
+        # Swapping an average in and out again bumps versions too, so look at the values before complaining: written once
+        # more, by the same solver, they are the same to the bit.
+        held = [target.local.clone() for target in self.targets]
+        write()
+        pairs = enumerate(zip(self.targets, held, strict=True))
         bad = self._agree(next((i for i, (target, w) in pairs if not torch.equal(target.local, w)), None))
         if bad is not None:
+            copy_all([target.local for target in self.targets], held)
             raise RuntimeError(
                 f"{self.targets[bad].name} was changed outside the optimizer step. After model.load_state_dict(), also call "
                 "sparsifier.load_state_dict() with the state saved beside it; to set weights by hand, or to put an average "
                 "of them in, do so inside `with sparsifier.dense_weights():`; to train, attach() the optimizer that does."
             )
-        self._versions = versions
+        self.written()
 
     @property
     def _waits(self) -> bool:

@@ -222,7 +222,7 @@ class Run:
         look = look or self.gradients.unused >= UNUSED
         if look:
             self.gradients.unused = 0
-        self.guard.untouched(lambda: self.weights.values(self.at), look)
+        self.guard.untouched(lambda: self.weights.write(self.at), look)
 
     # ------------------------------------------------------------------ looking
 

@@ -100,10 +100,6 @@ class Weights:
         for part, form in self.each(at):
             part.write(form)
 
-    def values(self, at: Moment) -> list[Tensor]:
-        """w of every target."""
-        return self.in_order([part.weights(form) for part, form in self.each(at)])
-
     def snapshot(self) -> list[Any]:
         """All that a step may change, to go back to."""
         return [part.snapshot() for part in self.parts]

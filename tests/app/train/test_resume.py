@@ -82,6 +82,12 @@ def same(run: Path, reference: Path) -> None:
     assert (run / "masks.npz").read_bytes() == (reference / "masks.npz").read_bytes()
 
 
+def length(run: Path) -> int:
+    """Lines of metrics that a run has written."""
+    path = run / "metrics.jsonl"
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
 def test_sigkill_at_ten_random_moments(undisturbed: tuple[Path, float], tmp_path: Path) -> None:
     reference, duration = undisturbed
     moments = random.Random(0)
@@ -91,7 +97,11 @@ def test_sigkill_at_ten_random_moments(undisturbed: tuple[Path, float], tmp_path
         pid = child(lambda run=run: train(config(), run, quiet=True))  # type: ignore[misc]
         # Several blows, so that resumed runs are killed as well.
         for _ in range(1 + i % 3):
-            time.sleep(moments.uniform(0.02, 0.9 * duration))
+            # By how far the run has come, not by the clock: on a busy machine a run may be done before a blow falls.
+            far = moments.randrange(length(reference))
+            while length(run) < far and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                time.sleep(0.002)
+            time.sleep(moments.uniform(0.0, 0.05 * duration))
             os.kill(pid, signal.SIGKILL)
             killed += wait(pid) == -signal.SIGKILL
             pid = child(lambda run=run: resume(run, quiet=True) if run.exists() else train(config(), run, quiet=True))  # type: ignore[misc]
