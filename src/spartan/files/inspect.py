@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from spartan.files import codes
 from spartan.files.load import Spec, open_file
-from spartan.wording import aligned
+from spartan.wording import aligned, printable
 
 
 def bound_bytes(spec: Spec) -> float:
@@ -73,9 +73,9 @@ def inspect(path: str | os.PathLike[str]) -> str:
     if small:
         count = f"{sum(spec.count for spec in small):,}"
         rows.append([f"{len(small)} others", count, "", "", "", *_sizes(small)])
-    text = "\n".join([f"{key:<13} {value}" for key, value in facts] + ["", *aligned(rows, left=4)])
-    # Names come from the file: nothing of them may steer a terminal.
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    # Names come from the file: nothing of them may steer a terminal, or pass for a line of this page.
+    lines = [f"{key:<13} {value}" for key, value in facts] + ["", *aligned(rows, left=4)]
+    return "\n".join(map(printable, lines))
 
 
 def _sizes(specs: list[Spec]) -> list[str]:
