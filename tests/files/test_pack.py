@@ -147,6 +147,40 @@ def test_a_cast_that_overflows_is_refused(tmp_path: Path) -> None:
     assert torch.equal(there_and_back(tmp_path, torch.float16, x=inf)["x"], inf.half())
 
 
+@pytest.mark.parametrize(
+    ("own", "asked", "value"),
+    [
+        (torch.float64, torch.float32, 1e300),
+        (torch.float64, torch.bfloat16, -1e300),
+        (torch.float32, torch.bfloat16, 3.4e38),
+        (torch.float32, torch.float16, -1e5),
+    ],
+)
+def test_no_cast_makes_a_finite_value_infinite(
+    tmp_path: Path, own: torch.dtype, asked: torch.dtype, value: float
+) -> None:
+    x = torch.tensor([1.0, value], dtype=own)
+    with pytest.raises(ValueError, match=f"dtype={asked}: x has values beyond ±.*; use "):
+        there_and_back(tmp_path, asked, x=x)
+    assert torch.equal(there_and_back(tmp_path, x=x)["x"], x)
+
+
+def test_conjugate_and_negative_views_are_no_other_names(tmp_path: Path) -> None:
+    z = torch.randn(8, 8, dtype=torch.complex64)
+    given = {"z": z, "conjugate": z.conj(), "imaginary": z.imag, "negative": z.conj().imag, "again": z.conj()}
+    assert given["negative"].is_neg()
+    back = there_and_back(tmp_path, **given)
+    assert all(torch.equal(back[name], tensor.resolve_conj().resolve_neg()) for name, tensor in given.items())
+    assert back["again"] is back["conjugate"]
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    inner = Holder(weight=torch.ones(2))
+    inner._orig_mod = Holder(weight=torch.zeros(2))
+    with pytest.raises(ValueError, match="two tensors have the name 0.weight"):
+        save(nn.Sequential(inner), tmp_path / "x")
+
+
 # ---------------------------------------------------------------------- size
 
 

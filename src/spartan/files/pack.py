@@ -116,8 +116,12 @@ def state_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     for full_name, tensor in model.state_dict().items():
         name = clean_name(full_name)
         _check_storable(name, tensor)
+        if name in state:
+            raise ValueError(f"two tensors have the name {name} once wrappers' names are left out; rename one of them")
         if tensor.numel():
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            # A conjugated or negated view has the memory of the tensor it was made of, and other values.
+            view = (tensor.is_conj(), tensor.is_neg())
+            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), view)
             if first.setdefault(place, name) != name:
                 aliases[name] = first[place]
         state[name] = tensor
@@ -222,6 +226,8 @@ def _as_stored(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is None or dtype == x.dtype or not x.is_floating_point() or x.dtype.itemsize < 2:
         return x
     cast = x.to(dtype)
-    if dtype == torch.float16 and bool((cast.isinf() & ~x.isinf()).any()):
-        raise ValueError(f"dtype=torch.float16: {name} has values beyond ±65,504; use torch.bfloat16")
+    if bool((cast.isinf() & ~x.isinf()).any()):
+        largest = "65,504" if dtype == torch.float16 else f"{torch.finfo(dtype).max:.4g}"
+        remedy = "use torch.bfloat16" if dtype == torch.float16 else "use None, which keeps its own dtype"
+        raise ValueError(f"dtype={dtype}: {name} has values beyond ±{largest}; {remedy}")
     return cast
