@@ -201,3 +201,26 @@ def test_a_limit_is_a_number_of_bytes(path: Path, max_bytes: Any) -> None:
     save(nn.Linear(2, 2), path)
     with pytest.raises(ValueError, match="max_bytes=.*; a number of bytes, or None, is needed"):
         read(path, max_bytes=max_bytes)
+
+
+@pytest.mark.parametrize(
+    ("signs", "reason"),
+    [
+        (None, "its signs have no such map"),
+        ([1, 0], "its signs have no such map"),
+        ([1, 0, True], "its signs have no such map"),
+        ([0, 0, 1], "its signs have no such map"),
+        ([1, 63, 1], "its signs have no such map"),
+        ([1, -1, 2], "is not what the packed tensors need"),
+        ([2, -1, 1], "the mask keeps 1 units, and there are values for 2"),
+        ([1, -1, 1], "a sign is given to a value that is not zero"),
+    ],
+)
+def test_maps_of_signs_are_checked(path: Path, signs: Any, reason: str) -> None:
+    """The first of eight entries is kept, and the map names it."""
+    pools = {"spartan:values:F32": ("F32", 1, b"\0\0\x80?"), "spartan:bytes": ("U8", 2, b"\x01\x01")}
+    pack(path, {"w": ["mask", [8], "F32", 1, 1, signs]}, pools)
+    with pytest.raises(ValueError, match=reason):
+        read(path)
+    pack(path, {"w": ["mask", [8], "F32", 1, 1, [1, -1, 1]]}, pools | {"spartan:bytes": ("U8", 2, b"\x01\x02")})
+    assert read(path)["w"].signbit().tolist() == [False, True, *[False] * 6]

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import spartan
 from spartan import Block
@@ -108,6 +109,32 @@ def test_special_values_come_back_and_only_plus_zero_is_dropped(tmp_path: Path) 
     assert packed is not None
     assert packed.values.numel() == int((x.view(torch.int32) != 0).sum())
     assert int((packed.values.view(torch.int32) == -2147483648).sum()) >= 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["single", "blocks", "2:4", "all negative", "nothing kept"])
+def test_negative_zeros_cost_a_bit(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    """As `weight * mask` leaves them."""
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    masks = {"blocks": blocks(256, 256, 16, 16), "2:4": two_of_four(256, 256), "nothing kept": torch.zeros(256, 256)}
+    x = x * (masks.get(kind, sparse(256, 256, density=0.1)) != 0)
+    x = -x.abs() if kind == "all negative" else x
+    assert int(((x == 0) & x.signbit()).sum()) > 10_000
+    assert same_bits(there_and_back(tmp_path, x=x)["x"], x)
+    signed, plain = pack(x), pack(x + 0.0)
+    assert signed is not None
+    assert plain is not None
+    assert signed.nbytes <= plain.nbytes + x.numel() // 8
+    assert torch.equal(signed.values, plain.values)
+
+
+def test_a_model_pruned_by_torch_is_near_its_bound(tmp_path: Path) -> None:
+    layer = nn.Linear(512, 512)
+    prune.l1_unstructured(layer, "weight", 0.95)
+    prune.remove(layer, "weight")
+    size = save(layer, tmp_path / "x")
+    bits = codes.bound(512 * 512, 512 * 512 // 20, 32) + 512 * 512  # a sign for every zero
+    assert size < bits / 8 + layer.bias.nbytes + 1024
 
 
 def test_strides_do_not_matter(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ and place; under `__metadata__` strings), and the data. Ours has these strings b
     spartan.version        the version of this format
     spartan.sha256         of the header, with 64 zeros in this place, and the data
     spartan.tensors        JSON: for every packed tensor [code, shape, dtype, entries kept, bytes of index], and if its
-                           values are coded as well [..., bytes of values, k, exponents]
+                           values are coded as well [..., bytes of values, k, exponents]; either may end with a list
+                           [number of −0.0, k of their gaps or −1 for a mask, bytes of their map]
     spartan.aliases        JSON: names that stand for the same tensor as another
     spartan.architecture   JSON: the model's name and arguments
     spartan.pattern, spartan.sparsity
 
 Dense tensors have their own names. What packed ones need lies one after the other, in the order of `spartan.tensors`:
-the bytes that say where entries go, and coded values, in `spartan:bytes`, values that are not coded in
+the bytes that say where entries go, coded values, and maps of −0.0, in `spartan:bytes`, values that are not coded in
 `spartan:values:F32` and so on, for each dtype. (Header entries for each would take a tenth of what a ResNet-50 at 99%
 does.) Everything here is checked against the size of the file before memory is taken for it. The header and each JSON
 string in it are bounded before they are parsed: 16 MiB, 50,000 tensors, 4,000,000 values, 8 levels.

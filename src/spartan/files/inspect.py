@@ -4,6 +4,7 @@ import json
 import math
 import os
 from contextlib import suppress
+from dataclasses import replace
 
 from spartan.files import codes
 from spartan.files.load import Spec, open_file
@@ -19,6 +20,9 @@ def bound_bytes(spec: Spec) -> float:
     bits = 8 * spec.dtype.itemsize
     if spec.code is None:
         return float(spec.nbytes)
+    if spec.signs is not None:  # and which of the zeros are −0.0
+        rest = max(spec.count - spec.kept, spec.signs[0])
+        return bound_bytes(replace(spec, signs=None)) + codes.entropy(rest, spec.signs[0]) / 8
     if spec.code.name == "nm":
         groups = spec.count // spec.code.m
         return (spec.kept * bits + groups * math.log2(math.comb(spec.code.m, spec.code.n))) / 8

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from spartan.files import codes, format, nm
 from spartan.files.architecture import Unbuildable, build, differences
 from spartan.files.choose import Code, matrix
+from spartan.files.signs import Signs, join_signs
+from spartan.files.signs import check as check_signs
 from spartan.files.values import CodedValues, decode_values
 from spartan.files.values import check as check_code
 from spartan.problem.targets import clean_name, unwrap
@@ -39,6 +41,8 @@ class Spec:
     # of values that are coded, and then bytes
     exponents: tuple[int, ...] | None = None
     k: int = 0
+    # of zeros that are −0.0: their number, the parameter of their map and where it is
+    signs: tuple[int, int, Place] | None = None
 
     @property
     def count(self) -> int:
@@ -53,7 +57,8 @@ class Spec:
     @property
     def stored_bytes(self) -> int:
         """Bytes in the file."""
-        return self.values[2] * (self.dtype.itemsize if self.exponents is None else 1) + self.index[2]
+        signs = self.signs[2][2] if self.signs else 0
+        return self.values[2] * (self.dtype.itemsize if self.exponents is None else 1) + self.index[2] + signs
 
 
 @dataclass(frozen=True)
@@ -172,8 +177,10 @@ def _parse_contents(container: format.Container) -> Contents:
 
 def _parse_item(item: Any, used: dict[str, int]) -> Spec:
     """How a packed tensor is stored, every number within what its shape allows; `used` goes on by what it takes."""
-    if not isinstance(item, list) or len(item) not in (5, 8):
+    if not isinstance(item, list) or len(item) not in (5, 6, 8, 9):
         raise ValueError("it has no code, shape, dtype and counts")
+    signed = len(item) in (6, 9)
+    item, signs = (item[:-1], item[-1]) if signed else (item, None)
     text, shape, dtype_name, kept, index_bytes, value_bytes, k, exponents = [*item, 0, 0, None][:8]
     code, total = Code.parse(text), format.count_of(shape)
     dtype = format.DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
@@ -182,6 +189,7 @@ def _parse_item(item: Any, used: dict[str, int]) -> Spec:
         raise ValueError("its values are not there")
     if len(item) == 8:
         exponents, k = check_code(exponents, k, dtype)
+    sign_map = check_signs(signs, dtype) if signed else None
     if not all(type(number) is int and number >= 0 for number in (kept, index_bytes, value_bytes)):
         raise ValueError("its counts are no numbers")
     if code.name == "nm":
@@ -201,7 +209,8 @@ def _parse_item(item: Any, used: dict[str, int]) -> Spec:
 
     index = take(format.BYTES, index_bytes)
     values = take(pool, kept) if exponents is None else take(format.BYTES, value_bytes)
-    return Spec(tuple(shape), dtype, kept, values, code, index, exponents, k)
+    placed = None if sign_map is None else (*sign_map[:2], take(format.BYTES, sign_map[2]))
+    return Spec(tuple(shape), dtype, kept, values, code, index, exponents, k, placed)
 
 
 def check_memory(contents: Contents, max_bytes: int | None) -> int:
@@ -268,6 +277,9 @@ def unpack_all(contents: Contents) -> dict[str, Tensor]:
                     tensors[name] = values.reshape(spec.shape)
                 else:
                     tensors[name] = unpack(spec.shape, spec.code, values, container.flat(*spec.index))
+                if spec.signs is not None:
+                    count, k, place = spec.signs
+                    join_signs(tensors[name], Signs(count, k, container.flat(*place)))
         except ValueError as error:
             raise ValueError(f"{container.path}: is damaged: {ascii(name)[:80]}: {error}") from None
     return tensors | {alias: tensors[name] for alias, name in contents.aliases.items()}
