@@ -55,11 +55,11 @@ class OneWay(Method):
 def main() -> None:
     """Trains a small net with it, in several ways, and counts."""
     ways: dict[str, dict[str, Any]] = {
-        "one budget": {},
+        "one budget": {"min_density": 0.02},
         "ERK": {"budget": "erk"},
-        "4×4 blocks": {"pattern": Block(4, 4)},
+        "4×4 blocks": {"pattern": Block(4, 4), "min_density": 0.02},
         "2:4": {"pattern": NM(2, 4)},
-        "FLOPs": {"cost": Flops(torch.zeros(1, 32))},
+        "FLOPs": {"cost": Flops(torch.zeros(1, 32)), "min_density": 0.02},
     }
     for way, options in ways.items():
         torch.manual_seed(0)

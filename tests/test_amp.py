@@ -10,11 +10,12 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
 
 from spartan import Sparsifier, Spartan
-from tests.loops import (
+from tests.training import (
     KEPT,
     METHODS,
     WEIGHTS,
     exactly_sparse,
+    gradients_for_w,
     loss_of,
     net,
     same,
@@ -128,11 +129,11 @@ def test_unscale_backward_clip_step(method: str, kind: str) -> None:
     for group in optimizer.param_groups:
         group["momentum"] = 0.0
     before = thetas(sparsifier)
-    scaler.scale(loss_of(model, 6, dtype=torch.float32)).backward()
-    scaler.unscale_(optimizer)
+    loss = loss_of(model, 6, dtype=torch.float32)
     targets = {name: p for name, p in model.named_parameters() if name in WEIGHTS}
-    expected = vjp(sparsifier, {name: p.grad.clone() for name, p in targets.items()})
-    sparsifier.backward()
+    expected = vjp(sparsifier, gradients_for_w(model, loss))
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
     norm = clip_grad_norm_(list(targets.values()), 0.01)
     by_hand = torch.stack([g.norm() for g in expected.values()]).norm()
     torch.testing.assert_close(norm, by_hand, rtol=1e-4, atol=1e-7)

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim import SGD
 
 from spartan import Sparsifier
-from tests.loops import (
+from tests.training import (
     METHODS,
     WEIGHTS,
     batch,

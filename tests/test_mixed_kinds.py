@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from spartan import Block, Sparsifier, TopKAST
-from tests.contract.cases import METHODS
+from spartan.methods import as_method
+from tests.contract.cases import METHODS, begin
 
 STEPS = 10
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -32,7 +33,7 @@ class Mixed(nn.Module):
 
 def build(method: Any, wide: int = 16, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Sparsifier]:
     torch.manual_seed(0)
-    model = Mixed(wide)
+    model = begin(Mixed(wide), as_method(method), 0.75, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return model, optimizer, Sparsifier(model, 0.75, STEPS, method, **options).attach(optimizer)
 

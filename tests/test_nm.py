@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 import spartan
 from spartan import NM, Flops, Sparsifier, Spartan, TopKAST, cubic
+from spartan.methods import as_method
 from spartan.methods.feather import Feather
 from spartan.methods.imp import IMP
 from spartan.methods.st3 import ST3
 from spartan.methods.static import Static
 from spartan.problem.problem import make_problem
 from tests.contract import oracle
-from tests.contract.cases import METHODS
+from tests.contract.cases import METHODS, begin
 
 TAKES = [name for name, method in METHODS.items() if not method.refuses_nm]
 REFUSES = [name for name, method in METHODS.items() if method.refuses_nm]
@@ -41,7 +42,7 @@ class Net(nn.Module):
 
 def build(method: Any, pattern: NM, dtype: torch.dtype = torch.float64, **kwargs: Any) -> tuple[Net, Any, Sparsifier]:
     torch.manual_seed(0)
-    model = Net().to(dtype)
+    model = begin(Net().to(dtype), as_method(method), pattern.sparsity, pattern=pattern)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
     sparsifier = Sparsifier(model, pattern.sparsity, STEPS, method, pattern=pattern, **kwargs)
     return model, optimizer, sparsifier.attach(optimizer)

@@ -52,6 +52,8 @@ class TestTargets:
             "attention.out_proj.weight",
             *[f"cross.{p}_proj_weight" for p in "qkv"],
             "cross.out_proj.weight",
+            "rnn.weight_ih_l0",
+            "rnn.weight_hh_l0",
         ]
         assert names(model, include="embed.*") == ["embed.weight"]
         assert names(model, include=["rnn.*", "linear.weight"]) == [
@@ -66,9 +68,10 @@ class TestTargets:
             {"embed": nn.Embedding(6, 4), "body": nn.Linear(4, 4), "head": nn.Linear(4, 6, bias=False)}
         )
         model["head"].weight = model["embed"].weight
-        (tied, body) = find_targets(model)
+        assert names(model) == ["body.weight"]  # the table of an embedding stays dense, unless it is named
+        (tied, body) = find_targets(model, include="*.weight")
         assert (tied.names, body.name) == (("embed.weight", "head.weight"), "body.weight")
-        assert names(model, exclude="head.*") == ["body.weight"]
+        assert names(model, include="*", exclude="head.*") == ["body.weight"]
         assert names(model, include="head.*") == ["embed.weight"]
 
     def test_frozen_and_empty_parameters_are_no_targets(self) -> None:

@@ -10,7 +10,7 @@ from torch.optim import LBFGS, SGD, Adam, Optimizer
 
 from spartan import Sparsifier
 from spartan.methods.imp import IMP
-from tests.loops import METHODS, WEIGHTS, exactly_sparse, loss_of, net, same, setup, thetas, train, values
+from tests.training import METHODS, WEIGHTS, exactly_sparse, loss_of, net, same, setup, thetas, train, values
 
 each_method = pytest.mark.parametrize("method", METHODS)
 

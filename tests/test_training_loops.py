@@ -8,9 +8,25 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 from spartan import Sparsifier
-from tests.loops import KEPT, METHODS, WEIGHTS, close, exactly_sparse, loss_of, net, same, setup, train, values, vjp
+from tests.training import (
+    KEPT,
+    METHODS,
+    WEIGHTS,
+    batch,
+    close,
+    exactly_sparse,
+    gradients_for_w,
+    loss_of,
+    net,
+    same,
+    setup,
+    train,
+    values,
+    vjp,
+)
 
 pytestmark = pytest.mark.parametrize("method", METHODS)
 
@@ -39,11 +55,12 @@ def test_automatic_and_explicit_backward_agree_bit_for_bit(method: str) -> None:
 def test_backward_is_the_vjp_and_a_second_call_changes_nothing(method: str) -> None:
     model, optimizer, sparsifier = setup(method)
     train(model, optimizer, 6)
-    loss_of(model, 6).backward()
-    expected = vjp(sparsifier, gradients(model))
-    biases = [p.grad.clone() for p in model.parameters() if p.ndim == 1 and p.grad is not None]
-    sparsifier.backward()
-    close(gradients(model), expected)
+    loss = loss_of(model, 6)
+    raw = gradients_for_w(model, loss)
+    expected = vjp(sparsifier, raw)
+    biases = [g for g in raw.values() if g is not None and g.ndim == 1]
+    loss.backward()
+    close(gradients(model), expected)  # without any call of ours
     once = gradients(model)
     sparsifier.backward()
     assert same(gradients(model), once)
@@ -60,10 +77,9 @@ def test_clipping_sees_the_gradient_for_theta_and_keeps_it(method: str, clip: st
     sparsifier.attach(optimizer)
     train(model, optimizer, 5)
     before = {name: w["theta"].clone() for name, w in sparsifier.state_dict()["weights"].items()}
-    loss_of(model, 5).backward()
-    raw = gradients(model)
-    expected = vjp(sparsifier, raw)
-    sparsifier.backward()
+    loss = loss_of(model, 5)
+    expected = vjp(sparsifier, gradients_for_w(model, loss))
+    loss.backward()
     if clip == "norm":
         targets = [p for name, p in model.named_parameters() if name in WEIGHTS]
         norm = clip_grad_norm_(targets, 0.01)
@@ -141,8 +157,9 @@ def test_stepping_twice_on_one_gradient_uses_it_twice(method: str) -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     sparsifier = Sparsifier(model, 0.75, 20, method, warmup=0).attach(optimizer)
     before = {name: w["theta"].clone() for name, w in sparsifier.state_dict()["weights"].items()}
-    loss_of(model).backward()
-    expected = vjp(sparsifier, gradients(model))
+    loss = loss_of(model)
+    expected = vjp(sparsifier, gradients_for_w(model, loss))
+    loss.backward()
     optimizer.step()
     optimizer.step()
     after = {name: w["theta"] for name, w in sparsifier.state_dict()["weights"].items()}
@@ -153,7 +170,8 @@ def test_stepping_twice_on_one_gradient_uses_it_twice(method: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["after backward", "after clipping", "after a step"])
-def test_accumulating_onto_a_transformed_gradient_raises(method: str, case: str) -> None:
+def test_a_further_backward_adds_to_a_turned_gradient(method: str, case: str) -> None:
+    """As torch adds gradients up: each turned by itself, with what was clipped or used before left as it was."""
     model, optimizer, sparsifier = setup(method)
     train(model, optimizer, 2)
     loss_of(model, 2).backward()
@@ -163,11 +181,92 @@ def test_accumulating_onto_a_transformed_gradient_raises(method: str, case: str)
         sparsifier.backward()
     if case == "after clipping":
         clip_grad_norm_(model.parameters(), 1e-3)
-    with pytest.raises(RuntimeError, match=r"[024]\.weight.*zero_grad"):
-        loss_of(model, 3).backward()
-    optimizer.zero_grad()  # the remedy that it names
-    loss_of(model, 3).backward()
+    before, loss = gradients(model), loss_of(model, 3)
+    turned = vjp(sparsifier, gradients_for_w(model, loss))
+    loss.backward()
+    close(gradients(model), {name: before[name] + g for name, g in turned.items()})
     optimizer.step()
+    assert exactly_sparse(sparsifier)
+
+
+def test_what_a_second_loss_does_not_reach_keeps_its_gradient(method: str) -> None:
+    """Two backwards of two losses, of which one leaves a branch out: as one backward of their sum."""
+    found = []
+    for together in (True, False):
+        model = Branches()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        sparsifier = Sparsifier(model, 0.75, 20, method).attach(optimizer)
+        train(model, optimizer, 6)
+        losses = []
+        for step in (6, 7):
+            model.skip = step == 7
+            losses.append(loss_of(model, step))
+        if together:
+            sum(losses).backward()  # type: ignore[union-attr]
+        else:
+            for loss in losses:
+                loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        assert exactly_sparse(sparsifier)
+    close(found[0], found[1])
+
+
+def test_a_failed_backward_leaves_nothing_behind(method: str) -> None:
+    """It never comes to its end; the batch is dropped, and training goes on as if it had not been."""
+    model, optimizer, _ = setup(method)
+    twin = setup(method)
+    for step in range(12):
+        loss_of(model, step).backward()
+        if step % 3 == 0:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                (loss_of(model, 50) + _Failing.apply(model[0].weight).sum()).backward()
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    train(*twin[:2], 12)
+    assert same(values(model), values(twin[0]))
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_activations(method: str, reentrant: bool) -> None:
+    """With reentrant checkpoints a backward has others within it: gradients are turned once, at the end or by the step."""
+    plain, (model, optimizer, sparsifier) = setup(method), setup(method)
+    for step in range(8):
+        train(*plain[:2], 1, step)
+        x, y = batch(step)
+        hidden = checkpoint(model[:3], x.requires_grad_(), use_reentrant=reentrant)
+        (model[3:](hidden) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    close(values(model), values(plain[0]))
+    assert exactly_sparse(sparsifier)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_gradients_of_gradients(method: str) -> None:
+    """With `create_graph` gradients stay those for w, to be differentiated again; the step turns them."""
+    model, optimizer, sparsifier = setup(method)
+    for step in range(6):
+        loss = loss_of(model, step)
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        (loss + 0.01 * sum(g.square().sum() for g in grads)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, step).backward(create_graph=True)
+        (model[0].weight.grad.square().sum()).backward()
+        optimizer.zero_grad()
     assert exactly_sparse(sparsifier)
 
 
@@ -245,11 +344,10 @@ def test_missing_gradients_count_as_zero(method: str, set_to_none: bool) -> None
     names = ("a.weight", "b.weight", "head.weight")
     for step in range(14):
         model.skip = step % 3 != 0
-        loss_of(model, step).backward()
-        found = {name: p.grad for name, p in model.named_parameters() if name in names}
-        grads = {name: None if g is None else g.clone() for name, g in found.items()}
-        if set_to_none:
-            assert (grads["b.weight"] is None) == model.skip
+        loss = loss_of(model, step)
+        grads = gradients_for_w(model, loss)
+        assert (grads["b.weight"] is None) == model.skip
+        loss.backward()
         expected = vjp(sparsifier, grads)
         before = {name: w["theta"].clone() for name, w in sparsifier.state_dict()["weights"].items()}
         optimizer.step()
@@ -286,7 +384,7 @@ def test_tied_weights_are_one_target(method: str) -> None:
 
     model = Tied()
     optimizer = SGD(model.parameters(), lr=0.1)
-    sparsifier = Sparsifier(model, 0.75, 10, method).attach(optimizer)
+    sparsifier = Sparsifier(model, 0.75, 10, method, include=["mix.weight", "out.weight"]).attach(optimizer)
     assert sorted(sparsifier.masks()) == ["embedding.weight", "mix.weight"]
     tokens = torch.arange(11)
     for _ in range(10):
@@ -303,7 +401,8 @@ def test_frozen_parameters_are_never_targets(method: str) -> None:
     model[2].weight.requires_grad_(False)
     before = model[2].weight.clone()
     optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    sparsifier = Sparsifier(model, 0.75, 20, method).attach(optimizer)
+    with pytest.warns(UserWarning, match=r"leaves out .* \(frozen"):
+        sparsifier = Sparsifier(model, 0.75, 20, method).attach(optimizer)
     train(model, optimizer, 20)
     assert list(sparsifier.masks()) == ["0.weight", "4.weight"]
     assert torch.equal(model[2].weight, before)

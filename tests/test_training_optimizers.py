@@ -9,7 +9,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop, lr_scheduler
 
 from spartan import Sparsifier
-from tests.loops import (
+from tests.training import (
     METHODS,
     WEIGHTS,
     close,

@@ -8,7 +8,21 @@ from torch.optim import SGD
 
 import spartan
 from spartan import Sparsifier, Spartan
-from tests.loops import KEPT, METHODS, WEIGHTS, close, exactly_sparse, loss_of, net, same, setup, thetas, train, values
+from tests.training import (
+    KEPT,
+    METHODS,
+    WEIGHTS,
+    close,
+    exactly_sparse,
+    gradients_for_w,
+    loss_of,
+    net,
+    same,
+    setup,
+    thetas,
+    train,
+    values,
+)
 
 pytestmark = pytest.mark.parametrize("method", METHODS)
 
@@ -116,9 +130,9 @@ def test_finetuning_keeps_the_set_and_the_mask(method: str) -> None:
     if method != "spartan":
         assert all(torch.equal(m[n], keep[n].double()) for n in WEIGHTS)
     for step in range(16, 24):  # past total_steps the mask stays
-        loss_of(model, step).backward()
-        g = {n: p.grad.clone() for n, p in model.named_parameters() if n in WEIGHTS and p.grad is not None}
-        sparsifier.backward()
+        loss = loss_of(model, step)
+        g = {n: x for n, x in gradients_for_w(model, loss).items() if n in WEIGHTS and x is not None}
+        loss.backward()
         for name, p in model.named_parameters():
             if name in WEIGHTS:
                 assert p.grad is not None

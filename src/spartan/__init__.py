@@ -20,6 +20,7 @@ from spartan.problem.patterns.nm import NM
 from spartan.problem.schedules import constant, cosine, cubic, linear
 from spartan.prune import prune
 from spartan.sparsifier import Sparsifier
+from spartan.verify import remask, verify
 
 if TYPE_CHECKING:
     from spartan.inference import accelerate, explain, export_onnx
@@ -57,9 +58,11 @@ __all__ = [
     "load_sharded",
     "methods",
     "prune",
+    "remask",
     "save",
     "save_sharded",
     "soft_topk",
+    "verify",
 ]
 
 

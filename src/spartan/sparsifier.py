@@ -3,7 +3,7 @@
 The model always holds the sparse weights w = f(θ). Three moves make a training step:
 
     forward, backward    run on w; the model is plain and unmodified
-    backward()           turns the gradient for w into the one for θ, in `.grad`
+    when it ends         the gradient for w becomes the one for θ, in `.grad`
     optimizer.step()     θ goes into the parameters, is updated and kept; new masks are chosen; w goes back
 """
 
@@ -18,21 +18,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from spartan.averaging import Average
 from spartan.distributed import same_on_all
 from spartan.methods import as_method, check_together
 from spartan.methods.base import Method
 from spartan.problem.budgets import Budget
 from spartan.problem.costs import Cost, as_cost
+from spartan.problem.coverage import coverage_of
 from spartan.problem.patterns import Pattern
 from spartan.problem.problem import make_problem
 from spartan.problem.schedules import Moment
-from spartan.problem.targets import Globs
+from spartan.problem.targets import Globs, find_targets, some_names
+from spartan.problem.zeros import zeros_of
 from spartan.solvers.base import check_kernels
 from spartan.state import plain
+from spartan.state.copies import rebuilt
+from spartan.state.riding import Riding
 from spartan.step import look
+from spartan.step.notices import Notices, sparse_already
 from spartan.step.run import Run, skipped
 from spartan.step.stats import Layer, Stats, describe, progress_of
-from spartan.step.wrap import add_learned, check_optimizers, remove_learned, wrap_step
+from spartan.step.wrap import MARK, Attachment, add_learned, remove_learned
 
 # Which sparsifier a parameter belongs to, so that a second one on the same model is refused.
 _OWNERS: Any = WeakIdKeyDictionary()
@@ -52,7 +58,8 @@ class Sparsifier:
             `NM(n, m)` or `Heads(count)`.
         cost: what a parameter costs: `Params()` (default), `Flops(example_inputs)`, or {glob: cost per parameter}.
         budget: "global", "uniform", "erk" or {glob: sparsity}; None is the method's own.
-        include: globs over parameter names; None is every Linear, Conv*d and MultiheadAttention weight.
+        include: globs over parameter names; None is the weights of every Linear, Conv*d, transformers' Conv1D,
+            MultiheadAttention, LSTM, GRU and RNN, and of experts in one tensor; embeddings only by name.
         exclude: globs of those to leave dense.
         warmup: fraction of total_steps over which the sparsity grows; None is the method's own.
         finetune: fraction of total_steps, at the end, with the mask fixed; None is the method's own.
@@ -94,6 +101,13 @@ class Sparsifier:
     ) -> None:
         self.model = model
         self.method = as_method(method)
+        include, exclude = (x if x is None or isinstance(x, str) else list(x) for x in (include, exclude))
+        # What a copy is built with.
+        self._arguments: dict[str, Any] = {
+            "sparsity": sparsity, "total_steps": total_steps, "method": self.method, "pattern": pattern, "cost": cost,
+            "budget": budget, "include": include, "exclude": exclude, "warmup": warmup, "finetune": finetune,
+            "count": count, "min_density": min_density, "kernels": kernels,
+        }  # fmt: skip
         at = Moment.start(
             total_steps,
             self.method.warmup if warmup is None else warmup,
@@ -116,6 +130,9 @@ class Sparsifier:
                 raise RuntimeError(
                     f"{target.name} already belongs to a sparsifier; finalize() that one before building another"
                 )
+        found = sparse_already(self.method, self._targets)
+        chosen_by_name = include is not None or bool(exclude)
+        self._notices = Notices(coverage_of(model, self._targets, include, exclude), chosen_by_name, found)
         # What a saved state must agree with.
         self.settings: dict[str, Any] = {
             "method": repr(self.method),
@@ -135,73 +152,108 @@ class Sparsifier:
         # Nothing of the model has been touched up to here, so a bad argument changes nothing.
         for target in self._targets:
             _OWNERS[target.parameter] = weakref.ref(self)
-        self._optimizers: list[Optimizer] = []
+        self._attachment = Attachment(self._targets)
+        self._run.guard.perturbed = lambda: self._attachment.perturbed
+        self._riding: Riding | None = None
         self._owner: list[int] = []  # index of the optimizer that trains each target
-        self._undo: list[Callable[[], None]] = []
-        self._round: set[int] = set()  # optimizers that have stepped since the schedule last advanced
         self._lent = False  # inside dense_weights()
+        self._averages: list[Average] = []
         self._final: tuple[Stats, list[Layer], str] | None = None
         self._run.write()
+
+    @classmethod
+    def from_sparse(
+        cls, model: nn.Module, *, include: Globs = None, exclude: Globs = None, kernels: str = "auto"
+    ) -> "Sparsifier":
+        """Train a model that is sparse already: the zeros that it has stay, exactly, and none are added.
+
+        Any optimizer will do, and there is no schedule: `finalize()` may come at any time. To go on after a crash, load
+        the model's, the optimizer's and this sparsifier's state. The arguments are those of `Sparsifier`.
+
+        Example:
+            >>> model = spartan.prune(torch.nn.Linear(10, 10), sparsity=0.9)
+            >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            >>> sparsifier = Sparsifier.from_sparse(model).attach(optimizer)
+            >>> model(torch.randn(8, 10)).square().mean().backward()
+            >>> optimizer.step()
+            >>> int((model.weight != 0).sum())
+            10
+        """
+        globs = [x if x is None or isinstance(x, str) else list(x) for x in (include, exclude)]
+        targets = find_targets(model, *globs)
+        zeros, whole = sum(zeros_of(targets)), sum(t.numel for t in targets)
+        if zeros in (0, whole):
+            raise ValueError(
+                f"from_sparse(): the model has {'no zeros' if not zeros else 'nothing but zeros'} in {some_names(targets)}; "
+                "load the weights of a sparse model first, or train one with Sparsifier(model, sparsity=…, total_steps=…)"
+            )
+        found = cls(model, zeros / whole, 1, "fixed", include=globs[0], exclude=globs[1], kernels=kernels)
+        found.settings |= {"sparsity": None, "total_steps": None}  # it has neither, so that any such state fits
+        return found
 
     # ------------------------------------------------------------------ the optimizer
 
     def attach(self, *optimizers: Optimizer) -> "Sparsifier":
         """Wrap the step of the optimizer, or optimizers, that train the targets. Returns the sparsifier."""
-        self._alive("attach")
-        if self._optimizers:
+        _alive(self, "attach")
+        mine = self._attachment
+        if mine.optimizers:
             raise RuntimeError("this sparsifier is attached already; detach() it first")
-        self._owner = check_optimizers(optimizers, self._targets)
-        if self._learned():
-            add_learned(optimizers[self._owner[0]], self._learned(), self.method.learned_options)
-        self._optimizers = list(optimizers)
-        self._undo = [wrap_step(optimizer, self._step) for optimizer in optimizers]
+        self._owner = mine.attach(optimizers, self._step)
+        first, learned = mine.optimizers[self._owner[0]], self._run.weights.learned()
+        if learned:
+            add_learned(first, learned, self.method.learned_options)
+        self._run.gradients.paused = False
+        if self._run.problem.ranks.alone and hasattr(first, "register_state_dict_post_hook"):
+            self._riding = Riding(first, self.state_dict, self.load_state_dict, MARK)
         return self
 
     def detach(self) -> "Sparsifier":
         """Give the optimizers their own step back. The model keeps the sparse weights it holds."""
-        for undo in self._undo:
-            undo()
-        if self._optimizers and self._learned():
-            remove_learned(self._optimizers[self._owner[0]], self._learned())
-        self._optimizers, self._owner, self._undo, self._round = [], [], [], set()
+        learned = self._run.weights.learned()
+        if self._attachment.optimizers and learned:
+            remove_learned(self._attachment.optimizers[self._owner[0]], learned)
+        if self._riding is not None:
+            self._riding.close()
+        self._riding, self._run.gradients.paused = None, True
+        self._attachment.detach()
+        self._owner = []
         return self
-
-    def _learned(self) -> list[nn.Parameter]:
-        return [p for part in self._run.weights.parts for p in part.state.parameters()]
 
     # ------------------------------------------------------------------ the step
 
     def backward(self) -> None:
-        """Turn the gradients for w in `.grad` into gradients for θ, once per step.
+        """Turn the gradients for w in `.grad` into gradients for θ, where the end of the backward has not done so.
 
-        Needed only before clipping or logging gradients; `optimizer.step()` does it otherwise. The map is linear, so
-        accumulated and loss-scaled gradients are fine.
+        Needed only before clipping or logging gradients, and only in a few places (docs/concepts.md); elsewhere it does
+        nothing. `optimizer.step()` does it otherwise.
         """
-        self._alive("backward")
+        _alive(self, "backward")
         self._run.backward()
 
     def _step(self, optimizer: Optimizer, update: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """What `optimizer.step()` does now."""
-        self._alive("optimizer.step")
-        run = self._run
+        _alive(self, "optimizer.step")
+        run, before = self._run, self._run.at.step
+        self._notices.begin()
         run.guard.look()
-        me = next(j for j, other in enumerate(self._optimizers) if other is optimizer)
+        me = next((j for j, other in enumerate(self._attachment.optimizers) if other is optimizer), None)
+        if me is None:
+            raise RuntimeError(
+                "this optimizer is a copy of one that a sparsifier is attached to. Copy model, optimizer and sparsifier "
+                "together, or attach() a sparsifier of its own to the copy."
+            )
         if self.method.identity:
             result = update() if closure is None else update(closure)
         else:
             mine = [i for i, j in enumerate(self._owner) if j == me]
             result = run.step(optimizer, mine, update, closure)
-        run.finish(optimizer, self._advances(me) if not skipped(optimizer) else False)
+        run.finish(optimizer, not skipped(optimizer) and self._attachment.advances(me))
+        self._notices.look(run)
+        if run.at.step > before:
+            for average in self._averages:
+                average.update()
         return result
-
-    def _advances(self, me: int) -> bool:
-        """Whether the schedule moves on: when all optimizers have stepped, or one steps again."""
-        again = me in self._round
-        self._round = {me} if again else self._round | {me}
-        everyone = len(self._round) == len(self._optimizers)
-        if everyone:
-            self._round = set()
-        return again or everyone
 
     @contextmanager
     def dense_weights(self) -> Iterator[None]:
@@ -215,10 +267,10 @@ class Sparsifier:
             with sparsifier.dense_weights():
                 model.load_state_dict(ema.module.state_dict())   # at the end
         """
-        self._alive("dense_weights")
+        _alive(self, "dense_weights")
         run, every = self._run, range(len(self._targets))
         run.check_model()
-        self._lent = True
+        self._lent = run.gradients.paused = True
         try:
             with torch.no_grad():
                 run.weights.put(every)
@@ -236,34 +288,37 @@ class Sparsifier:
             finally:
                 run.write()
         finally:
-            self._lent = False
+            self._lent = run.gradients.paused = False
 
     def finalize(self) -> None:
-        """End training: drop θ and leave an ordinary sparse model. `optimizer.step()` raises from then on."""
-        self._alive("finalize")
+        """End training: drop θ and leave an ordinary sparse model. `optimizer.step()` raises from then on.
+
+        From here on nothing guards the zeros: a plain optimizer that trains the model further fills them in, by its
+        gradients, momentum and weight decay. To train on and keep them, `Sparsifier.from_sparse(model)`.
+        """
+        _alive(self, "finalize")
         self._run.guard.look(wait=True)
-        self._run.check_model()
+        self._run.check_model(look=True)
         at = self._run.at
-        sparse_at = {"never": 0, "finetune": at.freeze_step}.get(self.method.sparse_from, at.warmup_steps)
-        if at.step < sparse_at:
+        if at.step < self.method.sparse_at(at):
             raise RuntimeError(
                 f"finalize() at step {at.step} of {at.total_steps}: {self.method.name} reaches the target density at "
-                f"step {sparse_at}; train on, or build the sparsifier with fewer total_steps"
+                f"step {self.method.sparse_at(at)}; train on, or build the sparsifier with fewer total_steps"
             )
-        self._final = self.stats, self.layers(), self._run.path()
+        self._notices.unfrozen()
+        self._notices.emptied(self._run)
+        self._final = self.stats, self.layers(), look.path(self._run.weights, self._run.at)
         self._run.gradients.close()
         self._run.weights.drop()
+        self._attachment.close()
         for target in self._targets:
             _OWNERS.pop(target.parameter, None)
 
-    def _alive(self, what: str) -> None:
-        if self._final is not None:
-            raise RuntimeError(
-                f"{what}() after finalize(): the dense weights are gone, and a further step would undo the sparsity. "
-                "detach() gives the optimizer back its own step."
-            )
-        if self._lent:
-            raise RuntimeError(f"{what}() inside dense_weights(): leave the block first, so that the model holds w")
+    def ema(self, decay: float) -> Average:
+        """An average of θ and of all other parameters, moved after each step; projected when it is used."""
+        _alive(self, "ema")
+        self._averages.append(Average(self, decay))
+        return self._averages[-1]
 
     # ------------------------------------------------------------------ looking
 
@@ -295,28 +350,46 @@ class Sparsifier:
 
     def mask_histogram(self, bins: int = 50) -> list[int] | None:
         """How many units have a soft mask value in each of `bins` equal parts of [0, 1]; None for hard masks."""
-        self._alive("mask_histogram")
+        _alive(self, "mask_histogram")
         return look.histogram(self._run.weights, self._run.at, bins)
 
     def __repr__(self) -> str:
-        path = self._run.path() if self._final is None else self._final[2]
-        return describe(self.method, self.settings, self.stats, self.layers(), path)
+        path = look.path(self._run.weights, self._run.at) if self._final is None else self._final[2]
+        return describe(self.method, self.settings, self.stats, self.layers(), path, self._notices.coverage)
 
-    # ------------------------------------------------------------------ saving
+    # ------------------------------------------------------------------ copying and saving
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied or pickled together with its model and its optimizers, it goes on with the copies."""
+        _alive(self, "copy")
+        learned = [part.state.learned | part.state.learned_per_target for part in self._run.weights.parts]
+        given = self._attachment.outer, self._attachment.optimizers
+        return rebuilt, (type(self), self.model, self._arguments, self.state_dict(), *given, learned)
 
     def state_dict(self) -> dict[str, Any]:
         """θ by parameter name, the step and all else that a bit-identical resume needs; tensors are not copied."""
-        self._alive("state_dict")
+        _alive(self, "state_dict")
         self._run.guard.look(wait=True)
-        return {**plain.pack(self.settings, self._run), "round": sorted(self._round)}
+        return {**plain.pack(self.settings, self._run), "round": sorted(self._attachment.round)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved with the same model and settings. Load the model and the optimizer as well."""
-        self._alive("load_state_dict")
+        _alive(self, "load_state_dict")
         run = self._run
         run.guard.same_tensors()
         plain.check(state, self.settings, run)
         plain.restore(state, run)
-        self._round = set(state["round"])
+        self._attachment.round, self._notices.sparse_already = set(state["round"]), None
         run.count()
         run.write()
+
+
+def _alive(self: Sparsifier, what: str) -> None:
+    """Refuse what cannot be done any more, or not now."""
+    if self._final is not None:
+        raise RuntimeError(
+            f"{what}() after finalize(): the dense weights are gone, and a further step would undo the sparsity. "
+            "Sparsifier.from_sparse(model) trains on with these zeros; detach() gives the optimizer back its own step."
+        )
+    if self._lent:
+        raise RuntimeError(f"{what}() inside dense_weights(): leave the block first, so that the model holds w")

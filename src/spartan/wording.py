@@ -32,6 +32,16 @@ def raised_in(error: BaseException) -> str:
     return str(frames[-1].f_globals.get("__name__")) if frames else ""
 
 
+def printable(text: str) -> str:
+    """Text that others wrote, fit for a terminal: whatever could steer one (escape sequences, line ends) is a question mark.
+
+    Example:
+        >>> printable("\\x1b[2Jweight")
+        '?[2Jweight'
+    """
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def aligned(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:
     """A table as lines, its first `left` columns (all, where that is not given) to the left and the others to the right.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -41,6 +41,7 @@ PATTERNS = {
 BUDGETS: dict[str, Any] = {"global": "global", "uniform": "uniform", "erk": "erk", "by-name": {"conv.*": 0.5}}
 COSTS = {"params": None, "flops": Flops(torch.zeros(1, 2, 6, 6, dtype=torch.float64))}
 SPARSITY, STEPS = 0.7, 12
+M = TypeVar("M", bound=nn.Module)
 
 
 class Net(nn.Module):
@@ -62,6 +63,11 @@ def sparsity_of(pattern: str) -> float:
     return found.sparsity if isinstance(found, NM) else SPARSITY
 
 
+def begin(model: M, method: Method, sparsity: float, **asked: Any) -> M:
+    """The model as the method takes it: some need zeros to begin with."""
+    return spartan.prune(model, sparsity, **asked) if method.keeps_zeros else model
+
+
 @dataclass(frozen=True)
 class Case:
     method: str
@@ -73,16 +79,9 @@ class Case:
         """A float64 net with its optimizer (momentum, weight decay) and sparsifier."""
         torch.manual_seed(seed)
         model = Net().double()
-        sparsifier = Sparsifier(
-            model,
-            sparsity_of(self.pattern),
-            STEPS,
-            METHODS[self.method],
-            pattern=PATTERNS[self.pattern],
-            cost=COSTS[self.cost],
-            budget=BUDGETS[self.budget],
-            **kwargs,
-        )
+        sparsity, method = sparsity_of(self.pattern), METHODS[self.method]
+        asked = {"pattern": PATTERNS[self.pattern], "cost": COSTS[self.cost], "budget": BUDGETS[self.budget]}
+        sparsifier = Sparsifier(begin(model, method, sparsity, **asked), sparsity, STEPS, method, **asked, **kwargs)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, nesterov=True, weight_decay=1e-3)
         sparsifier.attach(optimizer)
         return model, optimizer, sparsifier

@@ -74,6 +74,9 @@ class Regrowing(Method):
         u = solver.scores()
         solver.state.per_unit |= {"mask": torch.zeros_like(u, dtype=torch.bool), "growth": u.clone()}
 
+    def observes(self, at: Moment) -> bool:
+        return True
+
     def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:
         slabs = [g.abs() for g in solver.dense(grads)]
         solver.state.per_unit["growth"] = solver.reduce(slabs)

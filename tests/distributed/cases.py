@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import spartan
 from spartan import NM, Block, Channel, Sparsifier, Spartan, TopKAST, Unstructured
 from spartan.methods import SET, Method, RigL  # type: ignore[attr-defined]
+from tests.contract.cases import begin
 
 STEPS, BATCH = 20, 8
 METHODS: dict[str, Method] = {entry.name: entry.cls() for entry in spartan.methods()} | {
@@ -63,7 +64,10 @@ class Case:
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
-        return Net(self.even).double()
+        pattern = PATTERNS[self.pattern]
+        model, method = Net(self.even).double(), METHODS[self.method]
+        sparsity = pattern.sparsity if isinstance(pattern, NM) else 0.7
+        return begin(model, method, sparsity, pattern=pattern, budget=self.budget or method.budget)
 
     def sparsifier(self, model: nn.Module, **kwargs: Any) -> tuple[Sparsifier, torch.optim.Optimizer]:
         torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # a seed of its own on every process

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import spartan
 from spartan import Block
@@ -110,6 +111,32 @@ def test_special_values_come_back_and_only_plus_zero_is_dropped(tmp_path: Path) 
     assert int((packed.values.view(torch.int32) == -2147483648).sum()) >= 100
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["single", "blocks", "2:4", "all negative", "nothing kept"])
+def test_negative_zeros_cost_a_bit(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    """As `weight * mask` leaves them."""
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    masks = {"blocks": blocks(256, 256, 16, 16), "2:4": two_of_four(256, 256), "nothing kept": torch.zeros(256, 256)}
+    x = x * (masks.get(kind, sparse(256, 256, density=0.1)) != 0)
+    x = -x.abs() if kind == "all negative" else x
+    assert int(((x == 0) & x.signbit()).sum()) > 10_000
+    assert same_bits(there_and_back(tmp_path, x=x)["x"], x)
+    signed, plain = pack(x), pack(x + 0.0)
+    assert signed is not None
+    assert plain is not None
+    assert signed.nbytes <= plain.nbytes + x.numel() // 8
+    assert torch.equal(signed.values, plain.values)
+
+
+def test_a_model_pruned_by_torch_is_near_its_bound(tmp_path: Path) -> None:
+    layer = nn.Linear(512, 512)
+    prune.l1_unstructured(layer, "weight", 0.95)
+    prune.remove(layer, "weight")
+    size = save(layer, tmp_path / "x")
+    bits = codes.bound(512 * 512, 512 * 512 // 20, 32) + 512 * 512  # a sign for every zero
+    assert size < bits / 8 + layer.bias.nbytes + 1024
+
+
 def test_strides_do_not_matter(tmp_path: Path) -> None:
     x = sparse(32, 16, 3, 3)
     given = {
@@ -145,6 +172,40 @@ def test_a_cast_that_overflows_is_refused(tmp_path: Path) -> None:
         there_and_back(tmp_path, torch.float16, x=torch.tensor([1e6, 1.0]))
     inf = torch.tensor([math.inf, 1.0])
     assert torch.equal(there_and_back(tmp_path, torch.float16, x=inf)["x"], inf.half())
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "value"),
+    [
+        (torch.float64, torch.float32, 1e300),
+        (torch.float64, torch.bfloat16, -1e300),
+        (torch.float32, torch.bfloat16, 3.4e38),
+        (torch.float32, torch.float16, -1e5),
+    ],
+)
+def test_no_cast_makes_a_finite_value_infinite(
+    tmp_path: Path, own: torch.dtype, asked: torch.dtype, value: float
+) -> None:
+    x = torch.tensor([1.0, value], dtype=own)
+    with pytest.raises(ValueError, match=f"dtype={asked}: x has values beyond ±.*; use "):
+        there_and_back(tmp_path, asked, x=x)
+    assert torch.equal(there_and_back(tmp_path, x=x)["x"], x)
+
+
+def test_conjugate_and_negative_views_are_no_other_names(tmp_path: Path) -> None:
+    z = torch.randn(8, 8, dtype=torch.complex64)
+    given = {"z": z, "conjugate": z.conj(), "imaginary": z.imag, "negative": z.conj().imag, "again": z.conj()}
+    assert given["negative"].is_neg()
+    back = there_and_back(tmp_path, **given)
+    assert all(torch.equal(back[name], tensor.resolve_conj().resolve_neg()) for name, tensor in given.items())
+    assert back["again"] is back["conjugate"]
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    inner = Holder(weight=torch.ones(2))
+    inner._orig_mod = Holder(weight=torch.zeros(2))
+    with pytest.raises(ValueError, match="two tensors have the name 0.weight"):
+        save(nn.Sequential(inner), tmp_path / "x")
 
 
 # ---------------------------------------------------------------------- size

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from spartan import Block, Sparsifier, hard_topk, prune, soft_topk
-from tests.contract.cases import METHODS, Net, batch
+from spartan.methods import as_method
+from tests.contract.cases import METHODS, Net, batch, begin
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 STEPS = 12
@@ -30,7 +31,7 @@ def build(
     device: str, method: Any, dtype: torch.dtype = torch.float64, **kwargs: Any
 ) -> tuple[nn.Module, Any, Sparsifier]:
     torch.manual_seed(0)
-    model = Net().to(dtype).to(device)
+    model = begin(Net().to(dtype), as_method(method), 0.7, **kwargs).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
     return model, optimizer, Sparsifier(model, 0.7, STEPS, method, **kwargs).attach(optimizer)
 

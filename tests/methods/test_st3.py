@@ -96,6 +96,7 @@ def test_thirty_steps(side: int, rescale: bool, ramp: Schedule) -> None:
         pass
 
 
+@pytest.mark.filterwarnings("ignore:.*zero already:UserWarning")
 @pytest.mark.parametrize("method", ["st3", "feather", "str"])
 @pytest.mark.parametrize("values", [[1.0], [1.0, -1.0, 2.0], [0.5, 0.0, 1.0]], ids=["equal", "two", "zeros"])
 def test_ties_at_the_threshold_keep_the_budget(method: str, values: list[float]) -> None:

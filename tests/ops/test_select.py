@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -98,6 +99,42 @@ def test_a_misleading_sample_costs_time_but_not_the_answer() -> None:
     v[:: 400_000 // (1 << 16)] = -1.0
     k = 100_000
     assert torch.equal(hard_topk(v, k).nonzero().flatten(), v.sort(descending=True).indices[:k].sort().values)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(st.tuples(st.floats(-10, 10, width=32), st.floats(-6, 6)), min_size=2, max_size=60),
+    st.floats(0, 0.999),
+    st.integers(0, 59),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_a_budget_is_never_exceeded(
+    items: list[tuple[float, float]], fraction: float, at: int, dtype: torch.dtype
+) -> None:
+    """In exact fractions, costs from 1e-6 to 1e6, but for a billionth of the cheapest; and the next would exceed it."""
+    values, costs = (torch.tensor(column, dtype=dtype) for column in zip(*items, strict=True))
+    costs = 10**costs
+    order = (values / costs).argsort(descending=True, stable=True).tolist()
+    exact = [Fraction(cost) for cost in costs.tolist()]
+    whole = float(costs.double().sum())
+    # Any budget, and those that a prefix just meets or just misses.
+    prefix = float(sum(exact[i] for i in order[: at % len(order)]))
+    for k in (fraction * whole, prefix, math.nextafter(prefix, 0.0), math.nextafter(prefix, math.inf)):
+        if k >= whole:
+            continue
+        kept = hard_topk(values, k, costs).tolist()
+        count = sum(kept)
+        assert sorted(order[:count]) == [i for i, keep in enumerate(kept) if keep]
+        assert sum((exact[i] for i in order[:count]), Fraction(0)) <= Fraction(k + 1e-9 * float(min(exact)))
+        assert count == len(order) or sum(exact[i] for i in order[: count + 1]) > Fraction(k)
+
+
+def test_cheap_units_beside_a_dear_one_do_not_slip_through() -> None:
+    costs = torch.tensor([1e-6] * 300 + [1e6])
+    values = torch.cat([2 * costs[:-1], torch.ones(1)])
+    assert int(hard_topk(values, 0.0, costs).sum()) == 0
+    assert int(hard_topk(values, 1e-5, costs).sum()) == 10  # 1e-6 in float32 is a little less
+    assert bool(hard_topk(values, float(costs.double().sum()), costs).all())
 
 
 def test_a_budget_within_rounding_of_a_whole_unit_is_that_unit() -> None:

@@ -14,7 +14,7 @@ from spartan.app.runs import read_run
 from spartan.app.train.config import Config, RecipeError, load_recipe
 from spartan.app.train.data import build_data
 from spartan.app.train.setup import build_model
-from spartan.files.load import build_named, check_memory, open_file, read, unpack_all
+from spartan.files.load import load_named, open_file, read
 from spartan.wording import one_line
 
 CPU = torch.device("cpu")
@@ -67,9 +67,7 @@ def find_trained(target: Path, recipe: str | None = None, sets: Sequence[str] = 
         if sets:
             raise RecipeError("--set changes keys of a recipe, and a file has none; --recipe RECIPE names one")
         contents = open_file(target)
-        check_memory(contents, None)
-        model = build_named(contents, "--recipe RECIPE names the model")
-        model.load_state_dict(unpack_all(contents))
+        model = load_named(contents, "--recipe RECIPE names the model")
         return Trained(name, target, True, model.float(), dict(contents.architecture or {}), None)
     config, weights, _ = load_trained(target, recipe, sets)
     path = target / "model.safetensors" if target.is_dir() else target

@@ -1,19 +1,21 @@
 """Builds models from references: what a file says about the model whose weights it holds.
 
 A reference is a name and plain numbers. To build a model for one never runs code that the file names, takes no memory
-that the file's tensors do not account for, and fetches nothing: names of torchvision, timm and this library only,
-arguments that are known to be sizes and rates only, and first without memory, to compare the shapes.
+beyond a limit, and fetches nothing: names of torchvision, timm and this library only, arguments that are known to be
+sizes and rates only, and first without memory, to compare the shapes and to add up what building it takes.
 """
 
 import re
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from spartan.wording import one_line
+from spartan.wording import one_line, printable
 from spartan.zoo import WRN, Shape, build_model
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -29,6 +31,38 @@ _NAME = re.compile(r"(torchvision/|timm/)?[A-Za-z0-9_.-]+")
 
 class Unbuildable(ValueError):
     """The reference does not lead to a model that fits; the text says why."""
+
+
+class MemoryLimit(TorchDispatchMode):
+    """Stops what runs inside it when the tensors that it has made and that still live exceed `limit` bytes.
+
+    Tensors on the meta device count with the bytes that they would take. The state's shapes do not say what a
+    constructor takes: tables that are not in the state, and what it needs for a moment to compute them, can be far
+    larger.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit, self.bytes = limit, 0
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        # A weak reference keeps the address from being used again, so that it names one storage.
+        if storage._cdata not in self.storages:
+            self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            self.bytes += storage.nbytes()
+        if self.bytes > self.limit:  # only now is it worth looking which are gone
+            self.storages = {key: item for key, item in self.storages.items() if not item[0].expired()}
+            self.bytes = sum(size for _, size in self.storages.values())
+            if self.bytes > self.limit:
+                raise Unbuildable(f"takes more memory to build than max_bytes, which is {self.limit:,}")
 
 
 def reference_of(
@@ -58,13 +92,14 @@ def reference_of(
     return None
 
 
-def build(reference: Mapping[str, Any], shapes: Shapes, real: bool = True) -> nn.Module:
+def build(reference: Mapping[str, Any], shapes: Shapes, real: bool = True, max_bytes: int | None = None) -> nn.Module:
     """The model that a reference leads to, its state of exactly these shapes; Unbuildable with the reason otherwise.
 
     Args:
         reference: `model`, and any of `classes`, `shape` and `args`.
         shapes: the shapes of the tensors that are to go into it.
         real: False to build it on the meta device, without memory.
+        max_bytes: the most memory that building it may take; None: any.
 
     Example:
         >>> shapes = {"0.weight": (32, 1, 3, 3)}
@@ -73,17 +108,20 @@ def build(reference: Mapping[str, Any], shapes: Shapes, real: bool = True) -> nn
         spartan.files.architecture.Unbuildable: digits-cnn has 19 tensors that the file lacks, such as 1.weight
     """
     name, classes, shape, arguments = _parse_reference(reference, len(shapes))
+
+    def construct(device: str) -> nn.Module:
+        with torch.device(device), nullcontext() if max_bytes is None else MemoryLimit(max_bytes):
+            return build_model(name, classes, shape, arguments)
+
     try:
         with torch.random.fork_rng(devices=[]):
-            with torch.device("meta"):
-                model = build_model(name, classes, shape, arguments)
+            model = construct("meta")
             if difference := differences(model.state_dict(), shapes):
-                raise Unbuildable(f"{name} {difference}")
+                raise Unbuildable(difference)
             if real:
-                with torch.device("cpu"):
-                    model = build_model(name, classes, shape, arguments)
-    except Unbuildable:
-        raise
+                model = construct("cpu")
+    except Unbuildable as error:
+        raise Unbuildable(f"{name} {error}") from None
     except Exception as error:  # others' constructors raise anything at sizes that they do not expect
         raise Unbuildable(f"{name} cannot be built: {one_line(error)[:200]}") from None
     return model
@@ -95,7 +133,7 @@ def _why_unsafe(reference: Mapping[str, Any]) -> str | None:
         return "names a function, which is not called on a file's word"
     arguments = reference.get("args", {})
     unknown = sorted(set(arguments) - _SIZES - _RATES) if isinstance(arguments, Mapping) else ["args"]
-    return f"sets {', '.join(unknown)[:80]}, which a file may not" if unknown else None
+    return f"sets {printable(', '.join(unknown)[:80])}, which a file may not" if unknown else None
 
 
 def _parse_reference(reference: Mapping[str, Any], tensors: int) -> tuple[str, int, Shape, dict[str, Any]]:
@@ -126,7 +164,7 @@ def differences(model: Mapping[str, Tensor], file: Shapes) -> str | None:
     if more := [key for key in model if key not in file]:
         return f"has {len(more)} tensors that the file lacks, such as {more[0]}"
     if fewer := [key for key in file if key not in model]:
-        return f"lacks {len(fewer)} tensors that the file has, such as {fewer[0]}"
+        return f"lacks {len(fewer)} tensors that the file has, such as {printable(fewer[0][:80])}"
     for key, shape in file.items():
         if model[key].shape != shape:
             return f"has {key} of shape {tuple(model[key].shape)}, and the file of {shape}"

@@ -6,15 +6,17 @@ and place; under `__metadata__` strings), and the data. Ours has these strings b
     spartan.version        the version of this format
     spartan.sha256         of the header, with 64 zeros in this place, and the data
     spartan.tensors        JSON: for every packed tensor [code, shape, dtype, entries kept, bytes of index], and if its
-                           values are coded as well [..., bytes of values, k, exponents]
+                           values are coded as well [..., bytes of values, k, exponents]; either may end with a list
+                           [number of −0.0, k of their gaps or −1 for a mask, bytes of their map]
     spartan.aliases        JSON: names that stand for the same tensor as another
     spartan.architecture   JSON: the model's name and arguments
     spartan.pattern, spartan.sparsity
 
 Dense tensors have their own names. What packed ones need lies one after the other, in the order of `spartan.tensors`:
-the bytes that say where entries go, and coded values, in `spartan:bytes`, values that are not coded in
+the bytes that say where entries go, coded values, and maps of −0.0, in `spartan:bytes`, values that are not coded in
 `spartan:values:F32` and so on, for each dtype. (Header entries for each would take a tenth of what a ResNet-50 at 99%
-does.) Everything here is checked against the size of the file before memory is taken for it.
+does.) Everything here is checked against the size of the file before memory is taken for it. The header and each JSON
+string in it are bounded before they are parsed: 16 MiB, 50,000 tensors, 4,000,000 values, 8 levels.
 """
 
 import ctypes
@@ -22,9 +24,11 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,7 +39,10 @@ from spartan.disk import replace_file
 
 VERSION = 1
 VALUES, BYTES = "spartan:values:", "spartan:bytes"
-_LARGEST_HEADER = 100_000_000  # safetensors' own limit
+# A header far beyond these takes more time and memory to parse than the models that it could describe.
+_LARGEST_HEADER, _MOST_TENSORS, _MOST_VALUES, _DEEPEST = 1 << 24, 50_000, 4_000_000, 8
+_JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _BLANK = "0" * 64
 _SHA256 = '"spartan.sha256":"'
 
@@ -104,8 +111,15 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         header[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _LARGEST_HEADER:
-        raise ValueError(f"{path}: the header would take {len(text):,} bytes; safetensors allows {_LARGEST_HEADER:,}")
+    try:
+        _check_size(text, "the header")
+        for value in metadata.values():
+            _check_size(value.encode(), "a string of the header")
+        names = max(len(header), len(json.loads(metadata.get("spartan.tensors", "{}"))))
+        if names > _MOST_TENSORS:
+            raise ValueError(f"it names {names:,} tensors, and at most {_MOST_TENSORS:,} are read")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; save the model's parts in files of their own") from None
     # Their bytes, in place.
     data = [(ctypes.c_char * x.nbytes).from_address(x.data_ptr()) if x.nbytes else b"" for x in ordered.values()]
     digest = hashlib.sha256(text)
@@ -162,7 +176,13 @@ def _read(path: Path, file: BinaryIO) -> Container:
     digest = metadata.get("spartan.sha256", "")
     if len(digest) != 64 or text.count((_SHA256 + digest).encode(errors="replace")) != 1:
         raise ValueError("is damaged: it has no checksum")
-    data = bytearray(size - 8 - length)
+    try:
+        # A file with holes can be larger than the disk; taking the memory might succeed, and filling it end the process.
+        if size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+            raise MemoryError
+        data = bytearray(size - 8 - length)
+    except MemoryError:
+        raise ValueError(f"is larger than this machine's memory: {size:,} bytes") from None
     if file.readinto(data) != len(data):  # type: ignore[attr-defined]
         raise ValueError("is cut off")
     found = hashlib.sha256(text.replace((_SHA256 + digest).encode(), (_SHA256 + _BLANK).encode()))
@@ -185,12 +205,29 @@ def _parse(text: bytes, what: str) -> dict[str, Any]:
         return dict(pairs)
 
     try:
+        _check_size(text, "it")
         parsed = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is damaged, or no safetensors file: {what} is not JSON ({_short(error)})") from None
     if not isinstance(parsed, dict):
         raise ValueError(f"is damaged, or no safetensors file: {what} is not a JSON object")
+    if len(parsed) > _MOST_TENSORS:
+        raise ValueError(f"is damaged: {what} names {len(parsed):,} tensors, and at most {_MOST_TENSORS:,} are read")
     return parsed
+
+
+def _check_size(text: bytes, what: str) -> None:
+    """Refuse JSON that would take much time or memory to parse."""
+    if len(text) > _LARGEST_HEADER:
+        raise ValueError(f"{what} takes {len(text):,} bytes, and at most {_LARGEST_HEADER:,} are read")
+    bare = _JSON_STRING.sub(b"", text)
+    values = bare.count(b",") + bare.count(b"[") + bare.count(b"{")
+    if values > _MOST_VALUES:
+        raise ValueError(f"{what} has {values:,} values, and at most {_MOST_VALUES:,} are read")
+    brackets = bare.translate(None, _NOT_BRACKETS)
+    depth = max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
+    if depth > _DEEPEST:
+        raise ValueError(f"{what} is nested {depth:,} levels deep, and at most {_DEEPEST} are read")
 
 
 def _entries(header: Mapping[str, Any], size: int) -> dict[str, StoredTensor]:

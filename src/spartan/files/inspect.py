@@ -4,10 +4,11 @@ import json
 import math
 import os
 from contextlib import suppress
+from dataclasses import replace
 
 from spartan.files import codes
 from spartan.files.load import Spec, open_file
-from spartan.wording import aligned
+from spartan.wording import aligned, printable
 
 
 def bound_bytes(spec: Spec) -> float:
@@ -19,6 +20,9 @@ def bound_bytes(spec: Spec) -> float:
     bits = 8 * spec.dtype.itemsize
     if spec.code is None:
         return float(spec.nbytes)
+    if spec.signs is not None:  # and which of the zeros are −0.0
+        rest = max(spec.count - spec.kept, spec.signs[0])
+        return bound_bytes(replace(spec, signs=None)) + codes.entropy(rest, spec.signs[0]) / 8
     if spec.code.name == "nm":
         groups = spec.count // spec.code.m
         return (spec.kept * bits + groups * math.log2(math.comb(spec.code.m, spec.code.n))) / 8
@@ -73,9 +77,9 @@ def inspect(path: str | os.PathLike[str]) -> str:
     if small:
         count = f"{sum(spec.count for spec in small):,}"
         rows.append([f"{len(small)} others", count, "", "", "", *_sizes(small)])
-    text = "\n".join([f"{key:<13} {value}" for key, value in facts] + ["", *aligned(rows, left=4)])
-    # Names come from the file: nothing of them may steer a terminal.
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    # Names come from the file: nothing of them may steer a terminal, or pass for a line of this page.
+    lines = [f"{key:<13} {value}" for key, value in facts] + ["", *aligned(rows, left=4)]
+    return "\n".join(map(printable, lines))
 
 
 def _sizes(specs: list[Spec]) -> list[str]:

@@ -1,5 +1,6 @@
 """Loads packed files: the model (`spartan.load`), or its tensors (`read`)."""
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from spartan.files import codes, format, nm
 from spartan.files.architecture import Unbuildable, build, differences
 from spartan.files.choose import Code, matrix
+from spartan.files.signs import Signs, join_signs
+from spartan.files.signs import check as check_signs
 from spartan.files.values import CodedValues, decode_values
 from spartan.files.values import check as check_code
 from spartan.problem.targets import clean_name, unwrap
@@ -38,6 +41,8 @@ class Spec:
     # of values that are coded, and then bytes
     exponents: tuple[int, ...] | None = None
     k: int = 0
+    # of zeros that are −0.0: their number, the parameter of their map and where it is
+    signs: tuple[int, int, Place] | None = None
 
     @property
     def count(self) -> int:
@@ -52,7 +57,8 @@ class Spec:
     @property
     def stored_bytes(self) -> int:
         """Bytes in the file."""
-        return self.values[2] * (self.dtype.itemsize if self.exponents is None else 1) + self.index[2]
+        signs = self.signs[2][2] if self.signs else 0
+        return self.values[2] * (self.dtype.itemsize if self.exponents is None else 1) + self.index[2] + signs
 
 
 @dataclass(frozen=True)
@@ -89,8 +95,9 @@ def load(
         kernels: `"auto"`: layers run sparse kernels where they are measured to be faster on this machine; `"sparse"`:
             wherever there is one; the result is then a copy of the model for inference. `"dense"`: nowhere, and the
             result is the model itself.
-        max_bytes: the most memory that the unpacked tensors may take; None: 1,000 times the file's size, or 64 MiB if
-            that is more. With a model no limit is needed: the shapes must be its own.
+        max_bytes: the most memory that the unpacked tensors may take, and the model while it is built; None: 1,000
+            times the file's size, or 64 MiB if that is more. With a model no limit is needed: the shapes must be its
+            own.
 
     Example:
         >>> import tempfile
@@ -108,11 +115,11 @@ def load(
         raise ValueError(f"model is {type(model).__name__}, not a torch.nn.Module")
     contents = open_file(path)
     if model is None:
-        check_memory(contents, max_bytes)
-        model = build_named(contents, f"build the model and pass it: load({str(path)!r}, model)")
-    _check_fit(contents, unwrap(model))
-    tensors = unpack_all(contents)
-    unwrap(model).load_state_dict({name: tensors[clean_name(name)] for name in unwrap(model).state_dict()})
+        model = load_named(contents, f"build the model and pass it: load({str(path)!r}, model)", max_bytes)
+    else:
+        _check_fit(contents, unwrap(model))
+        tensors = unpack_all(contents)
+        unwrap(model).load_state_dict({name: tensors[clean_name(name)] for name in unwrap(model).state_dict()})
     if device is not None:
         model.to(device)
     if kernels == "dense":
@@ -163,15 +170,17 @@ def _parse_contents(container: format.Container) -> Contents:
             specs[name] = Spec(entry.shape, entry.dtype, count, (name, 0, count))
     aliases = format.parse_metadata(container, "spartan.aliases")
     for alias, name in aliases.items():
-        if alias in specs or not isinstance(name, str) or name not in specs:
+        if alias in specs or alias in used or not isinstance(name, str) or name not in specs:
             raise ValueError(f"{ascii(alias)[:80]} is said to be another name of a tensor that is not there")
     return Contents(container, specs, aliases, format.parse_metadata(container, "spartan.architecture") or None)
 
 
 def _parse_item(item: Any, used: dict[str, int]) -> Spec:
     """How a packed tensor is stored, every number within what its shape allows; `used` goes on by what it takes."""
-    if not isinstance(item, list) or len(item) not in (5, 8):
+    if not isinstance(item, list) or len(item) not in (5, 6, 8, 9):
         raise ValueError("it has no code, shape, dtype and counts")
+    signed = len(item) in (6, 9)
+    item, signs = (item[:-1], item[-1]) if signed else (item, None)
     text, shape, dtype_name, kept, index_bytes, value_bytes, k, exponents = [*item, 0, 0, None][:8]
     code, total = Code.parse(text), format.count_of(shape)
     dtype = format.DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
@@ -180,6 +189,7 @@ def _parse_item(item: Any, used: dict[str, int]) -> Spec:
         raise ValueError("its values are not there")
     if len(item) == 8:
         exponents, k = check_code(exponents, k, dtype)
+    sign_map = check_signs(signs, dtype) if signed else None
     if not all(type(number) is int and number >= 0 for number in (kept, index_bytes, value_bytes)):
         raise ValueError("its counts are no numbers")
     if code.name == "nm":
@@ -189,7 +199,8 @@ def _parse_item(item: Any, used: dict[str, int]) -> Spec:
         rows, columns = matrix(shape)
         h, w = code.h, code.w
         fits = min(h, w) > 0 and rows % h == columns % w == kept % (h * w) == 0 and kept <= total
-    if not fits:
+    # Blocks of any size would divide an empty tensor, which is never packed.
+    if not fits or not total:
         raise ValueError("its values do not go with its shape")
 
     def take(name: str, count: int) -> Place:
@@ -198,19 +209,23 @@ def _parse_item(item: Any, used: dict[str, int]) -> Spec:
 
     index = take(format.BYTES, index_bytes)
     values = take(pool, kept) if exponents is None else take(format.BYTES, value_bytes)
-    return Spec(tuple(shape), dtype, kept, values, code, index, exponents, k)
+    placed = None if sign_map is None else (*sign_map[:2], take(format.BYTES, sign_map[2]))
+    return Spec(tuple(shape), dtype, kept, values, code, index, exponents, k, placed)
 
 
-def check_memory(contents: Contents, max_bytes: int | None) -> None:
-    """Refuse to unpack what no file of this size should hold."""
+def check_memory(contents: Contents, max_bytes: int | None) -> int:
+    """Refuse to unpack what no file of this size should hold; the limit in bytes."""
+    if max_bytes is not None and (not hasattr(max_bytes, "__index__") or max_bytes < 0):
+        raise ValueError(f"max_bytes={max_bytes!r}; a number of bytes, or None, is needed")
     needed = sum(spec.nbytes for spec in contents.specs.values())
     size = contents.container.size
-    limit = max(RATIO * size, ALWAYS) if max_bytes is None else max_bytes
+    limit = max(RATIO * size, ALWAYS) if max_bytes is None else int(max_bytes)
     if needed > limit:
         raise ValueError(
             f"{contents.container.path}: {size:,} bytes claim to be {needed:,} when unpacked, and max_bytes is {limit:,}; "
             "if you trust the file, pass a larger max_bytes, or the model"
         )
+    return limit
 
 
 def _check_fit(contents: Contents, model: nn.Module) -> None:
@@ -227,17 +242,25 @@ def _check_fit(contents: Contents, model: nn.Module) -> None:
             )
 
 
-def build_named(contents: Contents, remedy: str) -> nn.Module:
-    """The model that a file names, untrained, in the file's dtypes; ValueError with the remedy where it names none."""
+def load_named(contents: Contents, remedy: str, max_bytes: int | None = None) -> nn.Module:
+    """The model that a file names, in the file's dtypes and in eval mode; ValueError with the remedy if it names none."""
     path, reference = contents.container.path, contents.architecture
+    limit = check_memory(contents, max_bytes)
     if reference is None:
         raise ValueError(f"{path} does not say which model its weights belong to; {remedy}")
     try:
-        model = build(reference, contents.shapes)
+        model = build(reference, contents.shapes, max_bytes=limit)
     except Unbuildable as error:
         raise ValueError(f"{path}: {error}; {remedy}") from None
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        tensor.data = tensor.data.to(contents.specs[contents.aliases.get(name, name)].dtype)
+    _check_fit(contents, model)
+    state = model.state_dict(keep_vars=True)
+    for tensor in state.values():  # before the file's are unpacked, so that never both take memory
+        tensor.data = torch.empty(0, dtype=tensor.dtype)
+    tensors, owners = unpack_all(contents), dict[int, Tensor]()
+    for name, tensor in state.items():
+        own = tensors[clean_name(name)]
+        # One tensor of the file for two of the model: they are equal, not the same.
+        tensor.data = own if owners.setdefault(id(own), tensor) is tensor else own.clone()
     return model.eval()
 
 
@@ -254,6 +277,9 @@ def unpack_all(contents: Contents) -> dict[str, Tensor]:
                     tensors[name] = values.reshape(spec.shape)
                 else:
                     tensors[name] = unpack(spec.shape, spec.code, values, container.flat(*spec.index))
+                if spec.signs is not None:
+                    count, k, place = spec.signs
+                    join_signs(tensors[name], Signs(count, k, container.flat(*place)))
         except ValueError as error:
             raise ValueError(f"{container.path}: is damaged: {ascii(name)[:80]}: {error}") from None
     return tensors | {alias: tensors[name] for alias, name in contents.aliases.items()}
@@ -273,6 +299,10 @@ def unpack(shape: tuple[int, ...], code: Code, values: Tensor, index: Tensor) ->
     total, count = format.count_of(shape) // unit, bits.numel() // unit
     if code.name == "nm":
         kept = nm.decode(index, total, code.n, code.m)
+        if code.inputs_last:  # positions in the order [0, 2, …, 1] of the dimensions, which a second tensor would undo
+            inputs, rest = shape[1], math.prod(shape[2:])
+            group, column = kept // inputs, kept % inputs
+            kept = (group // rest * inputs + column) * rest + group % rest
     elif code.name == "mask":
         kept = codes.decode_mask(index, total, count)
     else:
@@ -285,6 +315,4 @@ def unpack(shape: tuple[int, ...], code: Code, values: Tensor, index: Tensor) ->
         across = columns // code.w
         blocks = flat.view(rows // code.h, code.h, across, code.w)
         blocks[kept // across, :, kept % across] = bits.reshape(count, code.h, code.w)
-    if code.inputs_last:
-        flat = flat.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()
     return flat.view(values.dtype).reshape(shape)

@@ -22,19 +22,31 @@ def check(n: int, m: int) -> None:
         raise ValueError(f"{n}:{m} has no code: 1 <= n < m <= {LARGEST_M} is needed")
 
 
+# All pairs fit, in 8 MiB: a file that goes through them again and again does not make them anew.
+@lru_cache(maxsize=128)
+def _choices(n: int, m: int) -> Tensor:
+    """The positions of every choice [C, n]."""
+    return torch.tensor(list(itertools.combinations(range(m), n)))
+
+
 @lru_cache(maxsize=8)
-def _tables(n: int, m: int) -> tuple[Tensor, Tensor]:
-    """The positions of every choice [C, n]; and for every mask of m bits, the first choice that covers it (−1: none)."""
-    choices = list(itertools.combinations(range(m), n))
-    covered = torch.full((1 << m,), -1, dtype=torch.int64)
-    # From the last choice to the first, so that the first to cover a mask stays.
-    for number, choice in reversed(list(enumerate(choices))):
-        places = torch.tensor([1 << p for p in choice])
-        masks = torch.zeros(1, dtype=torch.int64)
-        for place in places:
-            masks = torch.cat([masks, masks | place])
-        covered[masks] = number
-    return torch.tensor(choices), covered
+def _covered(n: int, m: int) -> Tensor:
+    """For every mask of m bits, the first choice that covers it (−1: none).
+
+    Example:
+        >>> _covered(2, 4)[[0b0000, 0b0001, 0b1000, 0b1100, 0b0111]].tolist()
+        [0, 0, 2, 5, -1]
+    """
+    choices = _choices(n, m)
+    number_of = torch.full((1 << m,), -1, dtype=torch.int64)
+    number_of[(1 << choices).sum(1)] = torch.arange(choices.shape[0])
+    # In the order of combinations, the first one that covers a mask fills it up with the lowest places.
+    full = torch.arange(1 << m)
+    missing = n - sum((full >> i) & 1 for i in range(m))
+    for i in range(m):
+        add = (missing > 0) & ((full >> i) & 1 == 0)
+        full, missing = full + (add.long() << i), missing - add.long()
+    return number_of[full]
 
 
 @lru_cache(maxsize=32)
@@ -77,13 +89,12 @@ def encode(numbers: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
         >>> kept.tolist(), torch.equal(decode(data, 8, 2, 4), kept)
         ([1, 3, 4, 6], True)
     """
-    choices, covered = _tables(n, m)
-    codes = covered[numbers]
+    codes = _covered(n, m)[numbers]
     t, bits = word(n, m)
     padded = torch.zeros(-(-codes.numel() // t) * t, dtype=torch.int64)
     padded[: codes.numel()] = codes
     weights = torch.tensor([math.comb(m, n) ** i for i in range(t)])
-    return pack_numbers((padded.reshape(-1, t) * weights).sum(1), bits), _positions(codes, choices, m)
+    return pack_numbers((padded.reshape(-1, t) * weights).sum(1), bits), _positions(codes, _choices(n, m), m)
 
 
 def decode(data: Tensor, total: int, n: int, m: int) -> Tensor:
@@ -98,7 +109,7 @@ def decode(data: Tensor, total: int, n: int, m: int) -> Tensor:
     flat = codes.reshape(-1)
     if bool(rest.any()) or bool(flat[groups:].any()):
         raise ValueError(f"the {n}:{m} code holds a number that no choice has")
-    return _positions(flat[:groups], _tables(n, m)[0], m)
+    return _positions(flat[:groups], _choices(n, m), m)
 
 
 def _positions(codes: Tensor, choices: Tensor, m: int) -> Tensor:

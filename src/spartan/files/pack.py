@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from spartan.files import codes, format, nm
 from spartan.files.architecture import reference_of
 from spartan.files.choose import HEADER_BYTES, Code, choose, matrix
+from spartan.files.signs import Signs, split_signs
 from spartan.files.values import CodedValues, encode_values
 from spartan.problem.patterns import Pattern, Unstructured, check_pattern
 from spartan.problem.patterns.block import Block
@@ -30,11 +31,13 @@ class PackedTensor:
     values: Tensor
     index: Tensor
     coded: CodedValues | None
+    signs: Signs | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and index in the file."""
-        return (self.values.nbytes if self.coded is None else self.coded.data.nbytes) + self.index.nbytes
+        """Bytes of values, index and signs in the file."""
+        values = self.values if self.coded is None else self.coded.data
+        return values.nbytes + self.index.nbytes + (self.signs.data.nbytes if self.signs else 0)
 
 
 def save(
@@ -47,8 +50,9 @@ def save(
 ) -> int:
     """Write a model's state to one `.safetensors` file; the size of the file in bytes.
 
-    Each tensor is stored dense or in the code that is smallest for it. Only entries that are +0.0 are left out, so that
-    reading it gives every bit back. The model may be attached to a sparsifier: it holds the sparse weights.
+    Each tensor is stored dense or in the code that is smallest for it. Entries that are +0.0 are left out, and −0.0 too
+    where a map of their signs is smaller, so that reading it gives every bit back. The model may be
+    attached to a sparsifier: it holds the sparse weights.
 
     Args:
         model: the model; DDP and torch.compile around it are taken off.
@@ -116,8 +120,12 @@ def state_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     for full_name, tensor in model.state_dict().items():
         name = clean_name(full_name)
         _check_storable(name, tensor)
+        if name in state:
+            raise ValueError(f"two tensors have the name {name} once wrappers' names are left out; rename one of them")
         if tensor.numel():
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            # A conjugated or negated view has the memory of the tensor it was made of, and other values.
+            view = (tensor.is_conj(), tensor.is_neg())
+            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), view)
             if first.setdefault(place, name) != name:
                 aliases[name] = first[place]
         state[name] = tensor
@@ -134,6 +142,17 @@ def pack(x: Tensor, pattern: Pattern | None = None) -> PackedTensor | None:
         >>> str(packed.code), packed.values.numel(), packed.index.numel()
         ('gaps 2 1x64', 512, 4)
     """
+    options = [_pack_bits(x, pattern)]
+    if split := split_signs(x):
+        plain, signs = split
+        found = _pack_bits(plain, pattern)
+        options += [replace(found, signs=signs)] if found else []
+    best = min((option for option in options if option), key=lambda option: option.nbytes, default=None)
+    return best if best and best.nbytes + HEADER_BYTES < x.nbytes else None
+
+
+def _pack_bits(x: Tensor, pattern: Pattern | None) -> PackedTensor | None:
+    """The tensor in the code that is smallest if all but +0.0 is kept; None if that is to leave it dense."""
     bits = format.as_bits(x)
     chosen = choose(bits != 0, _bytes_each(bits.reshape(-1), x.dtype), x.nbytes, pattern)
     if chosen is None:
@@ -149,8 +168,7 @@ def pack(x: Tensor, pattern: Pattern | None = None) -> PackedTensor | None:
     ordered = bits.movedim(1, -1) if code.inputs_last else bits
     blocks = ordered.reshape(rows // code.h, code.h, columns // code.w, code.w).transpose(1, 2)
     values = blocks.reshape(-1, code.h * code.w).index_select(0, kept).reshape(-1).view(x.dtype)
-    packed = PackedTensor(tuple(x.shape), code, values, index, encode_values(values))
-    return packed if packed.nbytes + HEADER_BYTES < x.nbytes else None
+    return PackedTensor(tuple(x.shape), code, values, index, encode_values(values))
 
 
 def _bytes_each(bits: Tensor, dtype: torch.dtype) -> float:
@@ -165,8 +183,11 @@ def _header_item(packed: PackedTensor) -> list[Any]:
     """What the header says about a packed tensor."""
     dtype = format.NAMES[packed.values.dtype]
     spec = [str(packed.code), list(packed.shape), dtype, packed.values.numel(), packed.index.numel()]
-    coded = packed.coded
-    return spec if coded is None else [*spec, coded.data.numel(), coded.k, list(coded.exponents)]
+    if (coded := packed.coded) is not None:
+        spec += [coded.data.numel(), coded.k, list(coded.exponents)]
+    if (signs := packed.signs) is not None:
+        spec.append([signs.count, signs.k, signs.data.numel()])
+    return spec
 
 
 def _pools(packed: Mapping[str, PackedTensor]) -> dict[str, Tensor]:
@@ -177,6 +198,8 @@ def _pools(packed: Mapping[str, PackedTensor]) -> dict[str, Tensor]:
         name = format.BYTES if x.coded is not None else f"{format.VALUES}{format.NAMES[x.values.dtype]}"
         pools.setdefault(format.BYTES, []).append(x.index)
         pools.setdefault(name, []).append(values)
+        if x.signs is not None:
+            pools[format.BYTES].append(x.signs.data)
     # As integers: torch does not join tensors of every type.
     return {name: torch.cat([*map(format.as_bits, x)]).view(x[0].dtype) for name, x in pools.items()}
 
@@ -222,6 +245,8 @@ def _as_stored(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is None or dtype == x.dtype or not x.is_floating_point() or x.dtype.itemsize < 2:
         return x
     cast = x.to(dtype)
-    if dtype == torch.float16 and bool((cast.isinf() & ~x.isinf()).any()):
-        raise ValueError(f"dtype=torch.float16: {name} has values beyond ±65,504; use torch.bfloat16")
+    if bool((cast.isinf() & ~x.isinf()).any()):
+        largest = "65,504" if dtype == torch.float16 else f"{torch.finfo(dtype).max:.4g}"
+        remedy = "use torch.bfloat16" if dtype == torch.float16 else "use None, which keeps its own dtype"
+        raise ValueError(f"dtype={dtype}: {name} has values beyond ±{largest}; {remedy}")
     return cast

@@ -5,7 +5,7 @@ The run calls, for all segments at once:
     setup     when it begins: make what the method keeps                          (no gradient)
     choose    after each optimizer step: look at θ, decide what is kept now       (no gradient)
     form      what w is, and what becomes of gradients, as declarations (`solvers.forms`) or as an autograd expression
-    observe   before each step: look at the gradient for w, dense, not masked     (no gradient)
+    observe   after each backward: look at the gradient for w, dense, not masked  (no gradient)
     freeze    when finetuning begins: the mask that stays
 
 A method object holds settings only. What it knows about a run lies with the solver it is given: the masks chosen last,
@@ -54,6 +54,8 @@ class Method(ABC):
     restarts: ClassVar[bool] = False
     # Whether it draws random numbers, which are others on another kind of device.
     random: ClassVar[bool] = False
+    # Whether the zeros that a model has when the run begins are those that it ends with.
+    keeps_zeros: ClassVar[bool] = False
     # Whether w = θ always, so that nothing needs to be kept or written.
     identity: ClassVar[bool] = False
     # α, where the method works on ψ = sign(θ)·|θ|^α in the place of θ.
@@ -75,8 +77,15 @@ class Method(ABC):
     def form(self, solver: TorchSolver, at: Moment) -> Form:
         """What w is, for what `choose` decided, and what becomes of gradients."""
 
+    def observes(self, at: Moment) -> bool:
+        """Whether the method wants to look at gradients at this moment: they are then kept until the step."""
+        return False
+
     def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:  # noqa: B027
-        """Look at the dense gradients for w, once per step: one per target, None where the loss did not reach."""
+        """Look at the dense gradients for w: one per target, None where the loss did not reach.
+
+        It is called at the end of every backward, each time with the sum since the last step.
+        """
 
     def keep(self, solver: TorchSolver, at: Moment) -> Tensor:
         """Bool per unit: what is kept now."""
@@ -87,6 +96,10 @@ class Method(ABC):
         form, kept = self.form(solver, at), self.keep(solver, at)
         mask = solver.mask(form, kept) if form.project else None
         return kept, kept.to(solver.dtype) if mask is None else masked(mask, kept)
+
+    def sparse_at(self, at: Moment) -> int:
+        """The step from which on the model is as sparse as it is to be."""
+        return {"never": 0, "finetune": at.freeze_step}.get(self.sparse_from, at.warmup_steps)
 
     def beta_at(self, problem: Problem, at: Moment) -> list[float] | None:
         """The sharpness in use of every segment, for methods that have one."""

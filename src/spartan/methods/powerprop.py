@@ -72,7 +72,8 @@ class Powerprop(Method):
             )
         object.__setattr__(self, "method", inner)
         object.__setattr__(self, "power", float(self.alpha))
-        for fact in ("sparse_from", "budget", "warmup", "finetune", "ramp", "refuses_nm", "learned_options"):
+        same = ("sparse_from", "budget", "warmup", "finetune", "ramp", "refuses_nm", "learned_options")
+        for fact in (*same, "random", "keeps_zeros"):
             object.__setattr__(self, fact, getattr(inner, fact))
 
     @property
@@ -110,6 +111,10 @@ class Powerprop(Method):
         """The inner method's."""
         with self._untouched(solver):
             self.inner.choose(solver, at)
+
+    def observes(self, at: Moment) -> bool:
+        """If the inner method does."""
+        return self.inner.observes(at)
 
     def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:
         """The inner method's."""

@@ -109,9 +109,13 @@ class Rewiring(StoredMasks):
 class ByGradient(Rewiring):
     """What grows has the largest Σ|g| over its unit, per cost: the gradient for w, dense, of the step just taken."""
 
+    def observes(self, at: Moment) -> bool:
+        """If the mask is rewired after this step."""
+        return self.updates_at(at.step + 1, at)
+
     def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:
-        """Remember Σ|g| of every unit if the mask is rewired after this step."""
-        if not self.updates_at(at.step + 1, at) or all(g is None for g in grads):
+        """Remember Σ|g| of every unit."""
+        if all(g is None for g in grads):
             return
         problem, found = solver.problem, solver.magnitudes(solver.dense(grads))
         # A segment that the loss has not reached has nothing to go by.

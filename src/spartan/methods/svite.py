@@ -86,11 +86,8 @@ class SViTE(ByGradient):
         return solver.problem.pattern.judged_by_loss if self.importance is None else self.importance == "taylor"
 
     def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:
-        """Remember Σ|g|, and |Σ w·g| where it decides, if the mask is rewired after this step; of a head, by its values."""
-        if not self.updates_at(at.step + 1, at):
-            return
-        pattern, views = solver.problem.pattern, solver.theta.views
-        growing = [pattern.growing(theta.shape, theta.device) for theta in views]
+        """Remember Σ|g|, and |Σ w·g| where it decides; of a head, by its values."""
+        growing = [solver.problem.growing(i) for i in range(len(grads))]
         pairs = zip(grads, growing, strict=True)
         grads = [g if g is None or rows is None else g * rows for g, rows in pairs]
         super().observe(solver, grads, at)

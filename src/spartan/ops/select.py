@@ -174,11 +174,12 @@ def hard_topk(values: Tensor, k: float, costs: Tensor | None = None) -> Tensor:
     """Keep the most valuable units that fit a budget.
 
     The longest prefix of the units, ordered by value / cost (ties by position), whose cost fits `k`. Exact: the budget
-    is never exceeded, and the next unit in order would exceed it.
+    is never exceeded, but for rounding (a billionth of the cheapest unit), and the next unit in order would exceed it.
 
     Args:
         values: value of each unit, any shape; bf16 and fp16 are compared in float32.
-        k: the budget, between 0 and the sum of the costs (without costs: the number of units).
+        k: the budget, between 0 and the sum of the costs (without costs: the number of units). Their sum in float64
+            keeps everything, however it was rounded.
         costs: cost of each unit, positive, of the same shape; None means 1 each.
 
     Returns:
@@ -189,7 +190,31 @@ def hard_topk(values: Tensor, k: float, costs: Tensor | None = None) -> Tensor:
         tensor([ True, False,  True, False])
     """
     part = as_part(values.detach(), costs)
-    return select([part], float(k)).keep(part.u).reshape(values.shape)
+    if not isinstance(part.c, Tensor):
+        return select([part], float(k)).keep(part.u).reshape(values.shape)
+    # Not by `select`: what it allows for rounding is small against the mean unit, and can be many of the cheapest.
+    # A billionth of the cheapest still forgives a budget such as (1 − 0.9)·1000, and never lets a unit through.
+    order = part.u.argsort(descending=True, stable=True)
+    total = total_cost([part])
+    k = check_budget(float(k), total)
+    fit = order.numel() if k >= total else _fit_exactly(part.c[order].double(), k + slack(0.0, float(part.c.min())))
+    return torch.zeros_like(part.u, dtype=torch.bool).index_fill_(0, order[:fit], True).reshape(values.shape)
+
+
+def _fit_exactly(costs: Tensor, k: float) -> int:
+    """How many of the first units fit the budget, without rounding."""
+    sums = costs.cumsum(0)
+    # The running sum is off by at most this much: units that end further from the budget need no second look.
+    error = costs.numel() * torch.finfo(torch.float64).eps * float(sums[-1])
+    low = int(torch.searchsorted(sums, k - error, right=True))
+    high = int(torch.searchsorted(sums, k + error, right=True))
+    if low == high:
+        return low
+    exact = costs[:high].tolist()
+    while low < high:  # the sign of an fsum is exact
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if math.fsum([*exact[:middle], -k]) <= 0 else (low, middle - 1)
+    return low
 
 
 def as_part(values: Tensor, costs: Tensor | None) -> Part:

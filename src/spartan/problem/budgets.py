@@ -42,7 +42,8 @@ def divide(budget: Budget, sparsity: float, targets: Sequence[Target], costs: Se
     if budget == "uniform":
         return [Share([i], sparsity) for i in each]
     if budget == "erk":
-        return [Share([i], 1.0 - d) for i, d in enumerate(erk([t.shape for t in targets], costs, 1.0 - sparsity))]
+        shapes = [t.axes.shape(t.shape) for t in targets]  # of experts, each is a matrix
+        return [Share([i], 1.0 - d) for i, d in enumerate(erk(shapes, costs, 1.0 - sparsity))]
     raise ValueError(f'budget={budget!r} is unknown; "global", "uniform", "erk" and {{glob: sparsity}} are accepted')
 
 

@@ -184,6 +184,7 @@ _RULES: dict[str, Callable[..., list[_Work]]] = {
         ("conv1d conv2d conv3d", partial(_layer, 0, 0)),
         ("conv_transpose1d conv_transpose2d conv_transpose3d", partial(_layer, 1, 0)),
         ("matmul mm bmm mv", _matmul),
+        ("grouped_mm _grouped_mm grouped_mm_fallback", _matmul),  # experts: each row meets the matrix of one of them
         ("addmm baddbmm", _addmm),
         ("scaled_dot_product_attention", _scaled_dot_product),
         ("multi_head_attention_forward", _multi_head_attention),

@@ -67,7 +67,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         self.numbers = self.numbers or list(range(len(self.targets)))
-        shapes = [t.shape for t in self.targets]
+        shapes = [t.axes.shape(t.shape) for t in self.targets]
         self.total = math.fsum(c * t.numel for c, t in zip(self.prices, self.targets, strict=True)) + self.untouched
         self.sizes = [self.pattern.unit_size(s) for s in shapes]  # entries per unit
         self.unit_costs = [c * n for c, n in zip(self.prices, self.sizes, strict=True)]
@@ -133,14 +133,21 @@ class Problem:
 
     def reduce(self, i: int, x: Tensor) -> Tensor:
         """The sum over each unit of target i of a tensor of its local shape."""
-        return self.targets[i].flatten(x) if self.by_memory else self.pattern.reduce(x)
+        target = self.targets[i]
+        return target.flatten(x) if self.by_memory else target.axes.reduce(self.pattern, x)
 
     def expand(self, i: int, units: Tensor) -> Tensor:
         """Each unit's entry at all its places in target i."""
         target = self.targets[i]
         if self.by_memory:
             return target.unflatten(units.contiguous())
-        return self.pattern.expand(units, target.local.shape)
+        return target.axes.expand(self.pattern, units, target.local.shape)
+
+    def growing(self, i: int) -> Tensor | None:
+        """Which entries of target i start from zero when a unit comes back; None for all of them."""
+        here = self.targets[i].local
+        found = self.pattern.growing(self.targets[i].axes.shape(here.shape), here.device)
+        return None if found is None else self.targets[i].axes.turned(found)
 
     def positions(self, i: int, device: torch.device, which: Tensor | None = None) -> Tensor:
         """The positions, in their segment, of these units of target i, or of all of them on this process."""
@@ -222,6 +229,7 @@ def make_problem(
     exclude: Globs = None,
     count: str = "targets",
     min_density: float | Mapping[str, float] = 0.0,
+    frozen_too: bool = False,
 ) -> Problem:
     """Targets, units, costs and budgets from the arguments a user gives; every mistake is an error here."""
     sparsity = check_sparsity(sparsity)
@@ -229,10 +237,11 @@ def make_problem(
     cost = as_cost(cost)
     if count not in ("targets", "model"):
         raise ValueError(f'count={count!r} is unknown; "targets" and "model" are accepted')
-    targets = find_targets(model, include, exclude)
+    targets = find_targets(model, include, exclude, frozen_too=frozen_too)
     for target in targets:
         try:
-            pattern.check(target.shape, target.owner)
+            _check_axes(target, pattern)
+            pattern.check(target.axes.shape(target.shape), target.owner)
         except ValueError as error:
             raise ValueError(
                 f"pattern: {error} of {target.name}; leave that layer dense with exclude=[{target.name!r}]"
@@ -263,6 +272,20 @@ def make_problem(
     problem = Problem(targets, pattern, prices, cost.value_power, segments, floors, counted, untouched)
     _check_floors(problem, min_density)
     return problem
+
+
+def _check_axes(target: Target, pattern: Pattern) -> None:
+    """ValueError where a pattern has to know the axes of a weight and does not, or cannot turn them in shards."""
+    if pattern.tells_inputs_from_outputs and not target.axes.known:
+        raise ValueError(
+            f"{pattern!r} has to know which axis is the inputs', which `is_transposed` of the module would say (False: "
+            f"experts × outputs × inputs, True: experts × inputs × outputs) and does not for the shape {target.shape}"
+        )
+    if is_dtensor(target.parameter) and not (target.axes.plain or pattern.single):
+        raise ValueError(
+            f"{pattern!r} is not there for shards of weights that are experts or stand as inputs × outputs, as the "
+            f"shape {target.shape}"
+        )
 
 
 def _check_floors(problem: Problem, asked: float | Mapping[str, float]) -> None:

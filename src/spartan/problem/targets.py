@@ -13,16 +13,11 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from spartan.distributed import is_dtensor, local, same_placement
+from spartan.problem.axes import PLAIN, Axes
+from spartan.problem.layers import DEFAULT, axes_if_named, axes_of, bare_name, is_embedding
 
 # Globs over parameter names, as `include` and `exclude` take them.
 Globs = str | Iterable[str] | None
-
-# The layers made sparse by default, and the names of their weights.
-_WEIGHTS: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
-    (nn.Linear, ("weight",)),
-    (nn.modules.conv._ConvNd, ("weight",)),  # Conv1d–3d and their transposes
-    (nn.MultiheadAttention, ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")),
-)
 
 
 @dataclass(eq=False)
@@ -33,6 +28,9 @@ class Target:
     parameter: nn.Parameter
     owner: nn.Module
     attribute: str
+    axes: Axes = PLAIN
+    is_weight: bool = True  # of a layer that is made sparse by default
+    embeds: bool = False  # whether an embedding looks it up, alone or beside a layer that it is tied to
 
     def __post_init__(self) -> None:
         self.dtype, self.device = self.parameter.dtype, self.parameter.device  # as they were when it was found
@@ -140,17 +138,37 @@ def some_names(targets: Sequence[Target], most: int = 8) -> str:
     return ", ".join(t.name for t in targets[:most]) + (", …" if len(targets) > most else "")
 
 
-def find_targets(model: nn.Module, include: Globs = None, exclude: Globs = None) -> list[Target]:
+def find_targets(
+    model: nn.Module, include: Globs = None, exclude: Globs = None, *, frozen_too: bool = False
+) -> list[Target]:
     """The targets of a model in the order of its parameters, tied weights once.
 
     Args:
         model: the model, possibly wrapped in DDP or torch.compile.
-        include: globs over parameter names; None means every Linear, Conv*d and MultiheadAttention weight.
+        include: globs over parameter names; None means the weights of every layer that `layers.axes_of` recognises,
+            but for those that an embedding shares.
         exclude: globs of those to leave dense.
+        frozen_too: take what cannot be trained where nothing can, as in a model that is ready for use.
     """
+    asked = wanted(model, include, exclude)
+    found = [t for t in asked if t.parameter.requires_grad]
+    found = asked if frozen_too and not found else found
+    for target in found:
+        _check(target)
+    found = [t for t in found if t.numel]
+    if not found:
+        raise ValueError(
+            f"no layer to sparsify: include={include!r}, exclude={exclude!r} leave no trainable weight of "
+            f"{type(unwrap(model)).__name__}; by default these are the weights of {DEFAULT}"
+        )
+    return found
+
+
+def wanted(model: nn.Module, include: Globs = None, exclude: Globs = None) -> list[Target]:
+    """What would be targets if all of it could be trained; the arguments are those of `find_targets`."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {type(model).__name__}, not a torch.nn.Module")
-    everything = _all_parameters(unwrap(model))
+    everything = all_parameters(model)
     included, excluded = as_globs("include", include), as_globs("exclude", exclude)
     for argument, globs in (("include", included), ("exclude", excluded)):
         for glob in globs:
@@ -158,47 +176,42 @@ def find_targets(model: nn.Module, include: Globs = None, exclude: Globs = None)
                 names = ", ".join(target.name for target in everything[:8])
                 raise ValueError(f"{argument}={glob!r} matches no parameter of the model, which has {names}, …")
     found = [t for t in everything if (_asked_for(t, included) if include is not None else _by_default(t))]
-    found = [t for t in found if t.parameter.requires_grad and not any(matches(t, glob) for glob in excluded)]
-    for target in found:
-        _check(target)
-    found = [t for t in found if t.numel]
-    if not found:
-        raise ValueError(
-            f"no layer to sparsify: include={include!r}, exclude={exclude!r} leave no trainable weight of "
-            f"{type(unwrap(model)).__name__}; by default these are the weights of Linear, Conv*d and MultiheadAttention"
-        )
-    return found
+    return [t for t in found if not any(matches(t, glob) for glob in excluded)]
 
 
-def _all_parameters(model: nn.Module) -> list[Target]:
-    """Every parameter once, with all its names."""
+def all_parameters(model: nn.Module) -> list[Target]:
+    """Every parameter of a model once, with all its names."""
+    model = unwrap(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[int, Target] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         prefix, _, attribute = name.rpartition(".")
-        target = found.setdefault(id(parameter), Target((), parameter, modules[prefix], attribute))
+        owner = modules[prefix]
+        axes = axes_of(owner, prefix.rpartition(".")[2], attribute, parameter)
+        if id(parameter) not in found:
+            found[id(parameter)] = Target((), parameter, owner, attribute, is_weight=False)
+        target = found[id(parameter)]
         target.names += (clean_name(name),)
-        # A weight shared by a Linear and an Embedding is a Linear's weight.
-        if _is_weight(modules[prefix], attribute) and not _is_weight(target.owner, target.attribute):
-            target.owner, target.attribute = modules[prefix], attribute
+        target.embeds |= is_embedding(owner)
+        # A weight shared by a Linear and an Embedding has the axes of the Linear's.
+        if axes is not None and not target.is_weight:
+            target.owner, target.attribute, target.axes, target.is_weight = owner, attribute, axes, True
     return list(found.values())
-
-
-def _is_weight(owner: nn.Module, attribute: str) -> bool:
-    return any(isinstance(owner, kind) and attribute in names for kind, names in _WEIGHTS)
 
 
 def _by_default(target: Target) -> bool:
     """Whether an unnamed parameter is a target; one that another tool rewrites counts, so that it is refused."""
     if "parametrizations" in target.name.split("."):
         return target.parameter.ndim >= 2
-    return _is_weight(target.owner, target.attribute.removesuffix("_orig").removesuffix("_v"))
+    return target.is_weight and not target.embeds
 
 
 def _asked_for(target: Target, globs: tuple[str, ...]) -> bool:
     for glob in globs:
         if matches(target, glob):
             if target.parameter.ndim >= 2:
+                if not target.is_weight:
+                    target.axes = axes_if_named(target.owner, target.parameter)
                 return True
             if not any(c in glob for c in "*?["):
                 raise ValueError(f"include={glob!r} has {target.parameter.ndim} dimension(s); a target needs 2 or more")
@@ -213,7 +226,8 @@ def _check(target: Target) -> None:
             f"{name} is parametrized already; remove the parametrization "
             "(torch.nn.utils.parametrize.remove_parametrizations) or exclude it"
         )
-    if target.attribute.endswith(("weight_orig", "weight_v")):
+    bare = bare_name(target.attribute)
+    if bare != target.attribute and hasattr(target.owner, bare) and bare not in target.owner._parameters:
         raise ValueError(f"{name} is rewritten by a hook (nn.utils.prune or weight_norm); remove that or exclude it")
     if isinstance(parameter, UninitializedParameter):
         raise ValueError(f"{name} has no shape yet; run one forward pass through the lazy layers first")

@@ -23,7 +23,8 @@ class Flags:
     """Numbers on the device that a step leaves behind, for somebody to look at when they have arrived.
 
     Args:
-        bad: the number of the first target with a gradient, and with a weight, that is not finite; FINE for none.
+        bad: the number of the first target with a gradient, and with a weight, that is not finite, and of the first that
+            somebody else has changed; FINE for none.
         residuals: a row per segment of the part: a₁/a₂, and |Σ c m − k| / k of the soft mask.
     """
 
@@ -138,4 +139,7 @@ def why_no_kernels(problem: Problem, kernels: str, frozen: bool = False) -> str:
         # The order that ties are cut by.
         if problem.pattern.single and not problem.by_memory and not target.parameter.is_contiguous() and not frozen:
             return f"{target.name} is not in row-major order"
+        units = not problem.pattern.single and problem.pattern.rows is None
+        if units and target.axes.matrix(target.parameter) is None and not frozen:
+            return f"{target.name} is experts of inputs × outputs"
     return ""

@@ -119,14 +119,15 @@ def row_scales(units: Units, kept: Tensor) -> Tensor:
     slabs = [x.abs() if x.dtype.itemsize >= 4 else x.float().abs() for x in units.values()]
     rest = [masked(x, keep) for x, keep in zip(slabs, units.spread(kept), strict=True)]
     before, after = units.per_target(slabs), units.per_target(rest)
-    sums = [torch.stack((x.flatten(1).sum(1), y.flatten(1).sum(1))) for x, y in zip(before, after, strict=True)]
+    axes = [target.axes for target in problem.targets]
+    each = zip(axes, before, after, strict=True)
+    sums = [torch.stack((a.rows(x).sum(1), a.rows(y).sum(1))) for a, x, y in each]
     _sum_over_cuts(problem, sums)
     found = []
     for i, (target, x, (whole, left)) in enumerate(zip(problem.targets, before, sums, strict=True)):
-        n = math.prod(target.shape[1:])
+        n = math.prod(axes[i].shape(target.shape)[1:])
         scale = 1.01 / ((left / n + 1e-6) / (whole / n + 1e-6) + 0.01)
-        entries = scale.view(-1, *[1] * (x.ndim - 1)).expand_as(x)
-        found.append(problem.reduce(i, entries) / problem.sizes[i])
+        found.append(problem.reduce(i, axes[i].at_rows(scale, x)) / problem.sizes[i])
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
@@ -135,7 +136,8 @@ def _sum_over_cuts(problem: Problem, sums: Sequence[Tensor]) -> None:
     found: dict[tuple[int, ...], tuple[list[Any], list[int]]] = {}
     for i, target in enumerate(problem.targets):
         mesh: Any = getattr(target.parameter, "device_mesh", None)
-        groups = [mesh.get_group(d) for d, dim in sharded_dims(target.parameter) if dim != 0]
+        outputs = {0, 2 if target.axes.swapped else 1} if target.axes.stacked else {int(target.axes.swapped)}
+        groups = [mesh.get_group(d) for d, dim in sharded_dims(target.parameter) if dim not in outputs]
         if groups:
             found.setdefault(tuple(map(id, groups)), (groups, []))[1].append(i)
     for groups, mine in found.values():

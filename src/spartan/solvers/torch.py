@@ -67,9 +67,9 @@ class TorchSolver(Gradients, Solver):
         A unit that is not kept still moves by momentum and weight decay, unseen by the model, and w would start from
         where it had drifted.
         """
-        entries, pattern = self.per_target(self.spread(where)), self.problem.pattern
+        entries = self.per_target(self.spread(where))
         for i, theta in enumerate(self.theta.views):
-            some = pattern.growing(theta.shape, theta.device) if growing else None
+            some = self.problem.growing(i) if growing else None
             theta.masked_fill_(entries[i] if some is None else entries[i] & some, 0.0)
 
     def snapshot(self) -> Any:

@@ -31,6 +31,7 @@ class Guard:
         self.weights, self.targets, self.ranks = weights, weights.problem.targets, weights.problem.ranks
         self._fsdp = fsdp_modules(model) if not self.ranks.alone else []
         self._versions: list[int] = []
+        self.perturbed: Callable[[], bool] = lambda: False  # whether weights are moved for a while, and put back
         on_device = weights.bad.device.type == "cuda"
         # Where the flags and the residuals arrive.
         pair = weights.bad, weights.residuals
@@ -38,6 +39,7 @@ class Guard:
         self._arrived: torch.cuda.Event | None = None
         self._step = 0
         self._warned = False
+        self._sums: Tensor | None = None  # of what was written, now and then
 
     def same_tensors(self) -> None:
         """The model must hold the parameters that the run was built for."""
@@ -61,13 +63,37 @@ class Guard:
     def written(self) -> None:
         """The model holds what it should."""
         self._versions = [version(target.parameter) for target in self.targets]
+        self._sums = None
+
+    def _checksums(self) -> Tensor:
+        """A number per target that changes with its values."""
+        here = [target.local for target in self.targets]
+        return torch.stack([x.double() for x in torch._foreach_norm(here, 1)])
 
     @torch.no_grad()
-    def untouched(self, write: Callable[[], None]) -> None:
-        """The model must hold what was written into it; `write` does that again, if somebody has to look."""
+    def remember(self) -> None:
+        """Remember what is written, to compare before the next step: writes through `.data` leave no trace in versions."""
+        self._sums = self._checksums()
+
+    @torch.no_grad()
+    def compare(self) -> None:
+        """Flag the first target that is not as it was written, if that was remembered."""
+        if self._sums is None or self.perturbed():
+            return
+        numbers = torch.arange(len(self.targets), dtype=torch.int32, device=self._sums.device)
+        changed = torch.where(self._checksums() == self._sums, FINE, numbers).min()
+        self.weights.bad[2] = torch.minimum(self.weights.bad[2], changed)
+        self._sums = None
+
+    @torch.no_grad()
+    def untouched(self, write: Callable[[], None], look: bool = False) -> None:
+        """The model must hold what was written into it; `write` does that again, if somebody has to look.
+
+        Writes through `.data` leave no trace in versions: with `look` the values are compared in any case.
+        """
         self.same_tensors()
         versions = [version(target.parameter) for target in self.targets]
-        if versions == self._versions or self.weights.method.identity:
+        if self.weights.method.identity or self.perturbed() or (versions == self._versions and not look):
             return
         # Swapping an average in and out again bumps versions too, so look at the values before complaining: written once
         # more, by the same solver, they are the same to the bit.
@@ -79,8 +105,8 @@ class Guard:
             copy_all([target.local for target in self.targets], held)
             raise RuntimeError(
                 f"{self.targets[bad].name} was changed outside the optimizer step. After model.load_state_dict(), also call "
-                "sparsifier.load_state_dict() with the state saved beside it; to set weights by hand, do so inside "
-                "`with sparsifier.dense_weights():`."
+                "sparsifier.load_state_dict() with the state saved beside it; to set weights by hand, or to put an average "
+                "of them in, do so inside `with sparsifier.dense_weights():`; to train, attach() the optimizer that does."
             )
         self.written()
 
@@ -146,8 +172,8 @@ class Guard:
             return
         self._arrived = None
         self._look_at_residuals()
-        gradient, weight = self._seen[0].tolist()
-        if gradient == weight == FINE:
+        gradient, weight, changed = self._seen[0].tolist()
+        if gradient == weight == changed == FINE:
             return
         self.weights.bad.fill_(FINE)
         self._seen[0].fill_(FINE)
@@ -156,6 +182,12 @@ class Guard:
                 f"the gradient of {self.targets[gradient].name} held NaN or infinite values, at step {self._step} or "
                 "shortly before; since then nothing was updated. Lower the learning rate, clip gradients, or use a "
                 "GradScaler with float16."
+            )
+        if changed != FINE:
+            raise RuntimeError(
+                f"{self.targets[changed].name} was changed outside the optimizer step, at step {self._step} or shortly "
+                "before, probably through `.data`, and the change was lost. Set or clamp weights, or put an average of "
+                "them in, inside `with sparsifier.dense_weights():`."
             )
         raise RuntimeError(
             f"{self.targets[weight].name} would have held NaN or infinite weights, at step {self._step} or shortly before; "

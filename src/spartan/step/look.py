@@ -22,14 +22,32 @@ def solutions(weights: Weights) -> list[tuple[float, dict[str, Any] | None, dict
     return found
 
 
+def path(weights: Weights, at: Moment) -> str:
+    """What does the work, and why."""
+    if weights.method.identity:
+        return "nothing to do"
+    found = [part.path(form) for part, form in weights.each(at)]
+    if len(set(found)) == 1:
+        return found[0]
+    sizes, every = [len(part.problem.targets) for part in weights.parts], len(weights.problem.targets)
+    return "; ".join(f"{path}: {n} of {every} tensors" for path, n in zip(found, sizes, strict=True))
+
+
+def thetas(weights: Weights) -> list[Tensor]:
+    """θ of every target, as this process holds it; of what is gone, once masks are fixed, zeros."""
+    found = [[solver.spread(i, theta) for i, theta in enumerate(solver.thetas)] for solver in weights.frozen]
+    return weights.in_order([*found, *(part.theta.views for part in weights.solving)])
+
+
 def kept_units(weights: Weights, at: Moment) -> list[int]:
     """Units kept of each target, by all processes that hold shards of it."""
     found = []
     for solver in weights.frozen:
         pairs = zip(solver.places, solver.problem.sizes, strict=True)
-        here = torch.tensor([n.numel() // size for n, size in pairs], device=solver.flags.bad.device)
-        ranks = solver.problem.ranks
-        found.append(ranks.sum(ranks.counted(here)).tolist())
+        here, ranks = [n.numel() // size for n, size in pairs], solver.problem.ranks
+        if not ranks.alone:
+            here = ranks.sum(ranks.counted(torch.tensor(here, device=solver.flags.bad.device))).tolist()
+        found.append(here)
     for part in weights.solving:
         found.append(part.sum_by_target(weights.method.keep(part, at))[0].tolist())
     return [int(n) for n in weights.in_order(found)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from spartan.distributed import broadcast_from_first, like, replicas, version
 from spartan.methods.base import Method
@@ -20,6 +20,7 @@ from spartan.step.gradients import GradientState
 from spartan.step.guard import Guard
 from spartan.step.weights import Weights
 
+UNUSED = 2  # gradients cleared without a step, one after the other, until somebody looks at the weights
 Closure = Callable[[], Any]
 Update = Callable[..., Any]  # the optimizer's own step
 
@@ -46,7 +47,7 @@ class Run:
         for solver in self.weights.solving:
             method.setup(solver, at)
         self.solve()
-        self.gradients = GradientState(problem.targets)
+        self.gradients = GradientState(problem.targets, self.backward, model)
 
     # ------------------------------------------------------------------ the step
 
@@ -57,6 +58,7 @@ class Run:
             self.ready(optimizer, mine)
         else:
             self.check_model()
+        self.guard.compare()
         with torch.no_grad():
             try:
                 self.weights.put(mine)
@@ -90,6 +92,8 @@ class Run:
                 self._agree()
         finally:
             self.write()  # whatever happens, the model holds w
+        if not self.method.identity and self.at.step % max(1, self.at.total_steps // 100) == 0:
+            self.guard.remember()
         self.guard.send(self.at.step)
 
     # ------------------------------------------------------------------ gradients
@@ -97,19 +101,17 @@ class Run:
     def backward(self) -> None:
         """Turn the fresh gradients for w in `.grad` into gradients for θ, in place; missing ones count as zero."""
         self.check_model()
-        targets = self.problem.targets
-        fresh = [self.gradients.fresh(i) for i in range(len(targets))]
-        if not any(fresh) or self.method.identity:
-            return
-        with torch.no_grad():
-            for part, form in self.weights.each(self.at):
-                numbers = part.problem.numbers
-                grads = [t.local_grad if fresh[n] else None for t, n in zip(part.problem.targets, numbers, strict=True)]
-                if isinstance(part, TorchSolver) and any(g is not None for g in grads):
-                    self.method.observe(part, grads, self.at)
-                self._replace_gradients(part.problem, grads, part.turn(form, grads))
-        for i in range(len(targets)):
-            self.gradients.turned(i)
+        if not self.method.identity:
+            self.gradients.turn_fresh(self._turn)
+
+    def _turn(self, fresh: Sequence[bool]) -> None:
+        """Turn these gradients."""
+        for part, form in self.weights.each(self.at):
+            numbers = part.problem.numbers
+            grads = [t.local_grad if fresh[n] else None for t, n in zip(part.problem.targets, numbers, strict=True)]
+            if isinstance(part, TorchSolver) and self.method.observes(self.at):
+                self.method.observe(part, self.gradients.summed(numbers, grads), self.at)
+            self._replace_gradients(part.problem, grads, part.turn(form, grads))
 
     def _replace_gradients(self, problem: Problem, old: Sequence[Tensor | None], new: Sequence[Tensor | None]) -> None:
         """Put turned gradients where the others were."""
@@ -214,9 +216,13 @@ class Run:
             self.weights.write(self.at)
         self.guard.written()
 
-    def check_model(self) -> None:
-        """The model must hold what was written into it."""
-        self.guard.untouched(lambda: self.weights.write(self.at))
+    def check_model(self, look: bool = False) -> None:
+        """The model must hold what was written into it; with `look`, compare values in any case."""
+        # Gradients that are cleared again and again, and no step: somebody may train without an optimizer.
+        look = look or self.gradients.unused >= UNUSED
+        if look:
+            self.gradients.unused = 0
+        self.guard.untouched(lambda: self.weights.write(self.at), look)
 
     # ------------------------------------------------------------------ looking
 
@@ -245,17 +251,6 @@ class Run:
         costs = [solver.kept_cost(self.method.form(solver, self.at)) for solver in self.weights.solving]
         return None if None in costs else sum(cost.sum() for cost in costs if cost is not None)
 
-    def path(self) -> str:
-        """What does the work, and why."""
-        if self.method.identity:
-            return "nothing to do"
-        found = [part.path(form) for part, form in self.weights.each(self.at)]
-        if len(set(found)) == 1:
-            return found[0]
-        sizes = [len(part.problem.targets) for part in self.weights.parts]
-        every = len(self.problem.targets)
-        return "; ".join(f"{path}: {n} of {every} tensors" for path, n in zip(found, sizes, strict=True))
-
 
 class Evaluation:
     """A closure as the optimizer sees it: it may ask for the loss at any θ, and gets gradients for θ.
@@ -267,6 +262,10 @@ class Evaluation:
         self.run, self.optimizer, self.mine, self.closure = run, optimizer, mine, closure
         self._put: list[int] | None = None  # versions of the parameters when θ was last put there
         self._before: list[Any] | None = None
+        # What else LBFGS moves before it asks for the loss again; the others ask first, and once.
+        targets = {id(run.problem.targets[i].parameter) for i in mine} if isinstance(optimizer, LBFGS) else None
+        every = [p for group in optimizer.param_groups for p in group["params"]] if targets is not None else []
+        self._others = [(p, p.detach().clone()) for p in every if id(p) not in (targets or ())]
 
     def __call__(self) -> Any:
         """The loss at w = f(θ)."""
@@ -295,9 +294,11 @@ class Evaluation:
 
     @torch.no_grad()
     def roll_back(self) -> None:
-        """The step failed: back to θ as it was before."""
+        """The step failed: back to θ as it was before, and to all else that the optimizer has moved."""
         if self._before is not None:
             self.run.weights.restore(self._before)
+            for parameter, was in self._others:
+                parameter.copy_(was)
 
 
 def skipped(optimizer: Optimizer) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from spartan.methods.base import Method
 from spartan.ops.newton import Dual
+from spartan.problem.coverage import Coverage
 from spartan.problem.problem import Problem
 from spartan.problem.schedules import Phase
 from spartan.step.look import solutions
@@ -108,24 +109,31 @@ def progress_of(run: Run) -> dict[str, Any]:
     }
 
 
-def describe(method: Method, settings: Mapping[str, Any], stats: Stats, layers: Sequence[Layer], path: str) -> str:
-    """The sparsifier in a few lines: settings, where the run stands, the sparsest and the densest layers."""
+def describe(
+    method: Method, settings: Mapping[str, Any], stats: Stats, layers: Sequence[Layer], path: str, coverage: Coverage
+) -> str:
+    """The sparsifier in a few lines: settings, where the run stands, what is left out, the first and the last layers."""
     width = max(len(layer.name) for layer in layers)
     beta = "" if stats.beta is None else f", β = {stats.beta:.4g}"
     # What is asked for is a fraction of the cost; with another cost than parameters that is not the density.
     part = stats.target_density * stats.cost / stats.target_cost if stats.target_cost else 0.0
     cost = "" if settings["cost"] == "Params" else f"{part:.4%} of the cost, "
+    # A run that began sparse has neither a sparsity that was asked for nor an end.
+    sparsity = "" if settings["sparsity"] is None else f"sparsity {settings['sparsity']:g}, "
+    end = "" if settings["total_steps"] is None else f" of {settings['total_steps']}"
     lines = [
-        f"Sparsifier: {method!r}, {settings['pattern']}, sparsity {settings['sparsity']:g}, "
+        f"Sparsifier: {method!r}, {settings['pattern']}, {sparsity}"
         f"budget {settings['budget']!r}, {len(layers)} tensors of {sum(x.parameters for x in layers):,} weights",
-        f"  step {stats.step} of {settings['total_steps']} ({stats.phase}): density {stats.density:.4%}, {cost}"
+        f"  step {stats.step}{end} ({stats.phase}): density {stats.density:.4%}, {cost}"
         f"asked {stats.target_density:.4%}{beta}",
         f"  by {path}",
     ]
+    if coverage.left_out:
+        lines.append(f"  left out: {coverage}")
     empty = [x.name for x in layers if x.kept == 0]
     if empty:
         names = ", ".join(empty[:4]) + (", …" if len(empty) > 4 else "")
-        lines.append(f"  nothing is left of {names}: the network may be cut in two there")
+        lines.append(f"  nothing is left of {names}: the network may be cut in two there (see min_density=)")
     rows = [f"  {x.name:<{width}}  {x.density:8.3%}  {x.kept:>12,} of {x.parameters:,}" for x in layers]
     if len(rows) > 12:
         rows = [*rows[:6], f"  … {len(rows) - 12} more, see layers() …", *rows[-6:]]

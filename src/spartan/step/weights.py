@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spartan.methods.base import Method
 from spartan.problem.problem import Problem
@@ -30,7 +30,7 @@ class Weights:
         self.problem, self.method, self.kernels = problem, method, kernels
         self.problems = problem.split()
         device = problem.targets[0].local.device
-        self.bad = torch.full((2,), FINE, dtype=torch.int32, device=device)
+        self.bad = torch.full((3,), FINE, dtype=torch.int32, device=device)
         # With a `min_density` every target may become a segment of its own.
         self._rows = [len(part.segments) + any(part.floors) * len(part.targets) for part in self.problems]
         self.residuals = torch.zeros(sum(self._rows), 2, dtype=torch.float64, device=device)
@@ -126,6 +126,10 @@ class Weights:
             frozen.state, frozen.k, frozen.chosen = solver.state, solver.k, solver.solution()
             found.append(frozen)
         self.frozen, self.solving = found, []
+
+    def learned(self) -> list[nn.Parameter]:
+        """The method's own parameters, which an optimizer trains."""
+        return [p for part in self.parts for p in part.state.parameters()]
 
     def drop(self) -> None:
         """Let θ go."""

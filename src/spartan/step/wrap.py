@@ -1,16 +1,172 @@
-"""Wraps `optimizer.step` on the instance, as learning-rate schedulers do, and checks which optimizer trains what."""
+"""Wraps `optimizer.step` on the instance, as learning-rate schedulers do, and checks which optimizer trains what.
+
+Whatever else steps an optimizer that holds a target is stopped before it changes anything: torch calls `_guard` before
+every optimizer's step.
+"""
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spartan.problem.targets import Target
 
 Step = Callable[[Optimizer, Callable[..., Any], Callable[[], Any] | None], Any]
+# In the first parameter group of an attached optimizer, so that a copy of it can be told.
+MARK = "spartan_attached"
+
+
+class Attachment:
+    """Whose targets some parameters are, and whether an attached optimizer is in its step."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self.targets = list(targets)
+        self.optimizers: list[Optimizer] = []  # those whose step is wrapped
+        self.round: set[int] = set()  # by number, those that have stepped since the schedule last advanced
+        self.outer: list[Any] = []  # those around them, which call that step
+        self.stepping = False
+        self.released = False  # detach() was called: others may do what they like
+        self.perturbed = False  # the weights are moved for a while by an optimizer that puts them back, as SAM does
+        self._undo: list[Callable[[], None]] = []
+        for target in targets:
+            _ATTACHMENTS[id(target.parameter)] = self
+
+    def attach(self, optimizers: Sequence[Any], step: Step) -> list[int]:
+        """Wrap the steps of optimizers; which of them trains each target."""
+        inner = [unwrapped(optimizer) for optimizer in optimizers]
+        owner = check_optimizers(inner, self.targets)
+        self.optimizers, self.outer = inner, [x for x, y in zip(optimizers, inner, strict=True) if x is not y]
+
+        def in_step(optimizer: Optimizer, update: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+            self.stepping = True
+            _STEPPING.add(id(optimizer))
+            try:
+                return step(optimizer, update, closure)
+            finally:
+                self.stepping = self.perturbed = False
+                _STEPPING.discard(id(optimizer))
+
+        self.released = False
+        for optimizer in inner:
+            if optimizer.param_groups[0].get(MARK) and optimizer not in _ATTACHED:
+                optimizer.__dict__.pop("step", None)  # copied with the optimizer, and bound to another sparsifier
+        self._undo = [wrap_step(optimizer, in_step) for optimizer in inner]
+        for optimizer in inner:
+            optimizer.param_groups[0][MARK] = True
+        _ATTACHED.update([*inner, *self.outer])
+        for optimizer in self.outer:
+            if hasattr(optimizer, "_optimizer_original_step_method"):  # accelerate keeps the step it saw first
+                optimizer.__setstate__(optimizer.__getstate__())
+            if _is_sam(optimizer):
+                self._undo.append(_wrap_first_step(optimizer, self))
+        return owner
+
+    def advances(self, me: int) -> bool:
+        """Whether the schedule moves on with this optimizer's step: when all have stepped, or one steps again."""
+        again = me in self.round
+        self.round = {me} if again else self.round | {me}
+        everyone = len(self.round) == len(self.optimizers)
+        if everyone:
+            self.round = set()
+        return again or everyone
+
+    def detach(self) -> None:
+        """Give the optimizers their own steps back."""
+        for undo in self._undo:
+            undo()
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0].pop(MARK, None)
+        _ATTACHED.difference_update([*self.optimizers, *self.outer])
+        self.optimizers, self.outer, self._undo, self.round, self.released = [], [], [], set(), True
+
+    def close(self) -> None:
+        """Nobody has to be attached any more."""
+        for target in self.targets:
+            _ATTACHMENTS.pop(id(target.parameter), None)
+
+
+# Whose target a parameter is, by its id: while the attachment lives, the parameter does.
+_ATTACHMENTS: weakref.WeakValueDictionary[int, Attachment] = weakref.WeakValueDictionary()
+_ATTACHED: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose step is wrapped
+_STEPPING: set[int] = set()  # by id, those in their step
+
+
+def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Stop a step that would change weights behind a sparsifier's back."""
+    if id(optimizer) in _STEPPING:
+        return
+    for group in optimizer.param_groups if _ATTACHMENTS else ():
+        for parameter in group["params"]:
+            mine = _ATTACHMENTS.get(id(parameter))
+            if mine is None or mine.stepping or mine.released or any(optimizer is x for x in mine.outer):
+                continue
+            name = next(t.name for t in mine.targets if t.parameter is parameter)
+            raise RuntimeError(_why_not(optimizer, mine, name))
+    if optimizer.param_groups and optimizer.param_groups[0].get(MARK) and optimizer not in _ATTACHED:
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} is a copy of an optimizer that a sparsifier is attached to, and would train "
+            "its model dense. Copy or pickle model, optimizer and sparsifier together, or attach() a sparsifier to it."
+        )
+
+
+register_optimizer_step_pre_hook(_guard)
+
+
+def _why_not(optimizer: Optimizer, mine: Attachment, name: str) -> str:
+    """What is wrong with a step, and what to do."""
+    what = f"{type(optimizer).__name__}.step() would change {name} behind the sparsifier's back"
+    if not mine.optimizers:
+        return f"{what}: no optimizer is attached. Call sparsifier.attach(optimizer) before training."
+    if any(optimizer is other for other in mine.optimizers):
+        return (
+            f"{what}: something put back the step that this optimizer had before attach(), as accelerate does with a loss "
+            "scaler. Attach the optimizer that accelerator.prepare() returned, not the one inside it."
+        )
+    return (
+        f"{what}: another optimizer is attached. If this one was built anew, call sparsifier.detach() and "
+        "sparsifier.attach(optimizer) with it; if both train the model, attach both."
+    )
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside those that pass their step on to it: accelerate's, Lightning's, SAM's, and the like."""
+    while True:
+        names = ("optimizer", "_optimizer", "base_optimizer") if _is_sam(optimizer) else ("optimizer", "_optimizer")
+        inner = next((x for x in map(getattr(optimizer, "__dict__", {}).get, names) if _steps(x)), None)
+        if inner is None:
+            return optimizer
+        optimizer = inner
+
+
+def _steps(thing: object) -> bool:
+    return hasattr(thing, "param_groups") and callable(getattr(thing, "step", None))
+
+
+def _is_sam(optimizer: object) -> bool:
+    """Whether an optimizer moves the weights, has the loss taken there, and puts them back before its base steps."""
+    return all(hasattr(optimizer, name) for name in ("first_step", "second_step", "base_optimizer"))
+
+
+def _wrap_first_step(sam: Any, mine: Attachment) -> Callable[[], None]:
+    """Let SAM move the weights, until the step of its base."""
+    inner = sam.first_step
+
+    @functools.wraps(inner)
+    def first_step(*args: Any, **kwargs: Any) -> Any:
+        mine.perturbed = True
+        return inner(*args, **kwargs)
+
+    sam.first_step = first_step
+
+    def undo() -> None:
+        sam.__dict__.pop("first_step", None)
+
+    return undo
 
 
 def wrap_step(optimizer: Optimizer, step: Step) -> Callable[[], None]:
@@ -47,8 +203,9 @@ def check_optimizers(optimizers: Sequence[Optimizer], targets: Sequence[Target])
             raise ValueError(f"attach() got {type(optimizer).__name__}, which is not a torch optimizer")
         if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
             raise ValueError(
-                f"{type(optimizer).__name__} is schedule-free: it keeps the weights it evaluates apart from those it "
-                "trains, which a sparsifier does too. Use the plain optimizer with a learning-rate schedule."
+                f"{type(optimizer).__name__} is schedule-free: its eval() and train() write other weights into the model "
+                "than those it trains, outside its step, and these are not sparse. Use the plain optimizer with a "
+                "learning-rate schedule; sparsifier.ema() averages weights."
             )
     owners: dict[int, list[int]] = {}
     for j, optimizer in enumerate(optimizers):
@@ -68,7 +225,9 @@ def check_optimizers(optimizers: Sequence[Optimizer], targets: Sequence[Target])
 
 
 def add_learned(optimizer: Optimizer, learned: list[nn.Parameter], options: dict[str, Any]) -> None:
-    """Give an optimizer a method's own parameters."""
+    """Give an optimizer a method's own parameters, unless it has them: a copy does."""
+    if any(p is learned[0] for group in optimizer.param_groups for p in group["params"]):
+        return
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise RuntimeError(
             "this method has learned parameters, which join the optimizer on attach(): attach before building the "

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+import spartan
 from spartan import NM, Block, Channel, Heads, Unstructured
 from spartan.app.train.config import Config, RecipeError, from_dict, load_recipe, recipe_names, to_yaml
-from spartan.app.train.loop import train
+from spartan.app.train.loop import Trainer, train
 from spartan.app.train.setup import lr_at
 from spartan.files import read
 from spartan.problem.patterns import Pattern, read_pattern
@@ -200,3 +202,30 @@ def test_least_densities_from_a_recipe(tmp_path: Path) -> None:
     assert int((saved[weight] != 0).sum()) >= saved[weight].numel() / 2
     with pytest.raises(ValueError, match="min_density"):
         train(load_recipe("digits", [*sets, "min_density={nothing: 0.5}"]), tmp_path / "other", quiet=True)
+
+
+def test_a_run_starts_from_a_file_and_keeps_its_zeros(tmp_path: Path) -> None:
+    model = spartan.prune(digits_cnn(), 0.9)
+    spartan.save(model, tmp_path / "sparse.safetensors")
+    torch.save(model.state_dict(), tmp_path / "sparse.pt")
+    sets = ["epochs=1", "method=fixed", "sparsity=0.8"]
+    zeros = {name: p == 0 for name, p in model.named_parameters() if p.ndim > 1}
+    for file in ("sparse.safetensors", "sparse.pt"):
+        train(load_recipe("digits", [*sets, f"start={tmp_path / file}"]), tmp_path / file.replace(".", "-"), quiet=True)
+        found = read(tmp_path / file.replace(".", "-") / "model.safetensors")
+        assert all(torch.equal(found[name] == 0, there) for name, there in zeros.items())
+        assert not torch.equal(found["0.weight"], model.state_dict()["0.weight"])
+
+
+def test_a_start_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    spartan.save(torch.nn.Linear(4, 4), tmp_path / "other.safetensors")
+    torch.save({"weight": torch.zeros(4, 4)}, tmp_path / "other.pt")
+    for file, words in (
+        ("nowhere.pt", "start: there is no file"),
+        ("other.safetensors", "start: "),
+        ("other.pt", "start: .*digits-cnn"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            Trainer(load_recipe("digits", [f"start={tmp_path / file}"]))
+    with pytest.raises(RecipeError, match=r"method='fixed' keeps the zeros that are there"):
+        Trainer(load_recipe("digits", ["method=fixed"]))

@@ -110,6 +110,8 @@ class Config:
     # digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, torchvision/NAME, timm/NAME, or module:function
     model: str = "digits-cnn"
     model_args: dict[str, Any] = field(default_factory=dict)
+    # a file whose weights the run begins with: a packed one, or torch's .pt of a state dict; null: untrained
+    start: str | None = None
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     # images per optimizer step, over all devices

@@ -25,7 +25,7 @@ from spartan.app.train.metrics import Metrics
 from spartan.app.train.mixing import mix_batch
 from spartan.app.train.parallel import distribute, gathered
 from spartan.app.train.processes import Interrupted, StopAgreement, StopSignals, choose_device, current
-from spartan.app.train.setup import build_cost, build_model, build_optimizer, build_sparsifier, lr_at
+from spartan.app.train.setup import build_cost, build_model, build_optimizer, build_sparsifier, load_start, lr_at
 from spartan.wording import first_line, one_line
 
 FLUSH_EVERY = 50  # steps between looks at the device
@@ -43,7 +43,7 @@ class Trainer:
         self.accumulate = config.batch_size // (self.data.micro * self.us.world)
         self.steps_per_epoch = self.data.train_size // config.batch_size
         self.total_steps = config.epochs * self.steps_per_epoch
-        model = self.build_model().to(self.device)
+        model = load_start(config, self.build_model()).to(self.device)
         self._check_model(model)
         cost = build_cost(config, model, self.data.shape)
         self.parallel = distribute(config, model, self.us)

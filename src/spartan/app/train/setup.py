@@ -1,18 +1,21 @@
 """Builds the parts of a run from its recipe: model, method, sparsifier, optimizer, learning rate."""
 
 import math
+import pickle
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from spartan import Sparsifier, zoo
+from spartan import Sparsifier, load, zoo
 from spartan.app.train.config import Config, RecipeError, blaming_the_recipe
 from spartan.methods import Method, as_method
 from spartan.problem.costs import Cost, cost_by_name
 from spartan.problem.patterns import read_pattern
 from spartan.problem.schedules import Schedule
+from spartan.wording import first_line
 from spartan.zoo import Shape
 
 SHAPES = ("linear", "cosine", "cubic")
@@ -44,6 +47,24 @@ def build_model(config: Config, classes: int, shape: Shape) -> nn.Module:
     with blaming_the_recipe():
         source = f"data.source {config.data.source}"
         return zoo.build_model(config.model, classes, shape, config.model_args, source)
+
+
+def load_start(config: Config, model: nn.Module) -> nn.Module:
+    """The model with the weights that the recipe begins with, if it names any; method fixed keeps their zeros."""
+    if config.start is None:
+        return model
+    with blaming_the_recipe("start"):
+        if not Path(config.start).is_file():
+            raise RecipeError(f"start: there is no file {config.start}")
+        if Path(config.start).suffix not in (".pt", ".pth"):
+            return load(config.start, model, kernels="dense")
+        try:
+            model.load_state_dict(torch.load(config.start, map_location="cpu", weights_only=True))
+        except (RuntimeError, pickle.UnpicklingError, TypeError, AttributeError) as error:
+            raise RecipeError(
+                f"start: {config.start} has no state dict of {config.model}: {first_line(error)}"
+            ) from None
+        return model
 
 
 def build_cost(config: Config, model: nn.Module, shape: Shape) -> Cost:

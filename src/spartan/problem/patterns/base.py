@@ -29,6 +29,8 @@ class Pattern(ABC):
     budget: ClassVar[str | None] = None
     # Whether every weight is a unit by itself, which then stand in the order of memory where that has no gaps.
     single: ClassVar[bool] = False
+    # Whether its units run along the inputs or the outputs, so that it matters which axis is which.
+    tells_inputs_from_outputs: ClassVar[bool] = False
     # Whether a unit is better judged by what the loss would lose with it than by its magnitude.
     judged_by_loss: ClassVar[bool] = False
 

@@ -30,6 +30,7 @@ class Channel(Pattern):
 
     name = "channel"
     spelling = "channel, channel:in"
+    tells_inputs_from_outputs = True
 
     def __post_init__(self) -> None:
         if self.side not in ("out", "in"):

@@ -33,6 +33,7 @@ class Heads(Pattern):
 
     name = "heads"
     spelling = "heads:H"
+    tells_inputs_from_outputs = True
     judged_by_loss = True
 
     def __post_init__(self) -> None:

@@ -33,6 +33,7 @@ class NM(Pattern):
 
     name = "nm"
     spelling = "nm:N:M"
+    tells_inputs_from_outputs = True
     budget = "global"  # any would do: no two groups of m compete
 
     def __repr__(self) -> str:

@@ -36,15 +36,16 @@ class BlockSolver(TritonSolver):
     @classmethod
     def why_not(cls, problem: Problem, kernels: str) -> str:
         """Rectangles, in weights whose places fit 32 bits."""
-        if problem.pattern.rows is not None or any(problem.pattern.sides(t.shape) is None for t in problem.targets):
+        if problem.pattern.rows is not None or None in _sides(problem):
             return f"no kernels for {problem.pattern!r}"
         return "a weight of 2³¹ entries or more" if any(t.numel >= 1 << 31 for t in problem.targets) else ""
 
     def prepare(self) -> None:
         """Tables of the units, by segment."""
         problem, device = self.problem, self.device
-        sides = [problem.pattern.sides(t.shape) or (1, 1) for t in problem.targets]
-        grids = [grid_of(t.parameter, *side) for t, side in zip(problem.targets, sides, strict=True)]
+        weights = [t.axes.matrix(t.parameter.detach()) for t in problem.targets]
+        pairs = zip(weights, _sides(problem), strict=True)
+        grids = [grid_of(weight, *side) for weight, side in pairs if weight is not None and side is not None]
         widest = max(g.w for g in grids)
         self._tile: dict[str, Any] = {"W": min(TILE, 1 << (widest - 1).bit_length())}
         self._tile["U"] = TILE // self._tile["W"]
@@ -111,6 +112,11 @@ class BlockSolver(TritonSolver):
         kind, state = x.kinds(grads)["GRAD"], (self._u, states.floats, states.ints)
         tables = x.to_grads.of(grads), p.table, p.segments, *self._grids, *state
         x.replay(("where_kept", kind), lambda: self._over_units(units.where_kept, *tables, GRAD=kind))
+
+
+def _sides(problem: Problem) -> list[tuple[int, int] | None]:
+    """The rows and columns of a unit of each target."""
+    return [problem.pattern.sides(t.axes.shape(t.shape)) for t in problem.targets]
 
 
 def grid_of(weight: Tensor, h: int, w: int) -> Grid:

@@ -39,7 +39,7 @@ class RowSolver(TritonSolver):
     def prepare(self) -> None:
         """Tables of the runs."""
         problem, m = self.problem, self.problem.pattern.rows or 1
-        lanes, strides = 1 << (m - 1).bit_length(), [t.parameter.stride(1) for t in problem.targets]
+        lanes, strides = 1 << (m - 1).bit_length(), [t.parameter.stride(t.axes.inputs) for t in problem.targets]
         self._tile = {"M": m, "LANES": lanes, "R": TILE // lanes}
         self._passes = {"PASSES": rows.PASSES[torch.float32]}
         self._side_by_side = set(strides) == {1} and m == lanes

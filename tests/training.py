@@ -78,6 +78,12 @@ def exactly_sparse(sparsifier: Sparsifier) -> bool:
     )
 
 
+def gradients_for_w(model: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
+    """∂L/∂w by name; nothing is accumulated, and the graph stays."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True), strict=True))
+
+
 def vjp(sparsifier: Sparsifier, grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """The gradient for θ from that for w, by autograd through the formula of each method; global budget."""
     theta, masks, stats = thetas(sparsifier), sparsifier.masks(), sparsifier.stats

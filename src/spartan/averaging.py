@@ -1,0 +1,122 @@
+"""Averages the dense weights θ over training, and projects the average when it is used.
+
+An average of sparse weights is denser than each of them. So what is averaged is θ, with all other parameters of the model;
+to evaluate, save or export the average, masks are chosen for it as for θ itself, and it is exactly as sparse.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from spartan.problem.targets import clean_name, unwrap
+from spartan.step import look
+
+if TYPE_CHECKING:
+    from spartan.sparsifier import Sparsifier
+
+
+class Average:
+    """An exponential moving average of a model that is being trained sparse.
+
+    Args:
+        sparsifier: whose model; after each of its steps the average moves on.
+        decay: what is left of the average at each step, in [0, 1).
+
+    Example:
+        >>> model = torch.nn.Linear(16, 16)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> sparsifier = spartan.Sparsifier(model, sparsity=0.75, total_steps=10, warmup=0.0).attach(optimizer)
+        >>> average = sparsifier.ema(0.9)
+        >>> for _ in range(10):
+        ...     model(torch.randn(8, 16)).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> int((average.model().weight != 0).sum())
+        64
+    """
+
+    def __init__(self, sparsifier: "Sparsifier", decay: float) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"ema: decay={decay!r} is not what is left of an average; a number in [0, 1) is needed")
+        self.decay, self.steps = float(decay), 0
+        self._sparsifier, self._run = sparsifier, sparsifier._run
+        self._targets = {id(t.parameter) for t in self._run.problem.targets}
+        self._thetas = [theta.clone() for theta in look.thetas(self._run.weights)]
+        self._others = {name: p.detach().clone() for name, p in self._rest().items()}
+
+    def _rest(self) -> dict[str, nn.Parameter]:
+        """The parameters that are no targets, by name."""
+        every = unwrap(self._sparsifier.model).named_parameters()
+        return {clean_name(name): p for name, p in every if id(p) not in self._targets}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move towards the present weights; the sparsifier does so after each step."""
+        self.steps += 1
+        now = [*look.thetas(self._run.weights), *(p.detach() for p in self._rest().values())]
+        torch._foreach_lerp_([*self._thetas, *self._others.values()], now, 1.0 - self.decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[nn.Module]:
+        """Inside, the model holds the average, projected: exactly as sparse as it is asked to be. Then its own weights."""
+        run, rest = self._run, self._rest()
+        if self._sparsifier._final is not None:
+            raise RuntimeError("the average after finalize(): the dense weights are gone. Take average.model() before.")
+        run.check_model()
+        weights, own = self._projected(), [p.detach().clone() for p in rest.values()]
+        self._sparsifier._lent = run.gradients.paused = True
+        try:
+            with torch.no_grad():
+                for target, w in zip(run.problem.targets, weights, strict=True):
+                    target.local.copy_(w)
+                for parameter, x in zip(rest.values(), self._others.values(), strict=True):
+                    parameter.copy_(x)
+            yield self._sparsifier.model
+        finally:
+            self._sparsifier._lent = run.gradients.paused = False
+            with torch.no_grad():
+                for parameter, x in zip(rest.values(), own, strict=True):
+                    parameter.copy_(x)
+            run.write()
+
+    @torch.no_grad()
+    def _projected(self) -> list[Tensor]:
+        """w of the averaged θ, for the budgets of this moment."""
+        run, every = self._run, range(len(self._run.problem.targets))
+        before = run.weights.snapshot()
+        for target, theta in zip(run.problem.targets, self._thetas, strict=True):
+            target.local.copy_(theta)
+        run.weights.take(every)
+        try:
+            run.solve()
+            run.weights.write(run.at)
+            return [target.local.clone() for target in run.problem.targets]
+        finally:
+            run.weights.restore(before)
+            run.write()
+
+    def model(self) -> nn.Module:
+        """A copy of the model with the average, projected."""
+        with self.applied() as model:
+            return copy.deepcopy(unwrap(model))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs; tensors are not copied."""
+        names = (t.name for t in self._run.problem.targets)
+        return {"steps": self.steps, "theta": dict(zip(names, self._thetas, strict=True)), "others": dict(self._others)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of the same model."""
+        names = [t.name for t in self._run.problem.targets]
+        if set(state["theta"]) != set(names) or set(state["others"]) != set(self._others):
+            raise ValueError("the state of the average belongs to another model; pass what its state_dict() gave")
+        self.steps = int(state["steps"])
+        for name, theta in zip(names, self._thetas, strict=True):
+            theta.copy_(state["theta"][name])
+        for name, x in self._others.items():
+            x.copy_(state["others"][name])
