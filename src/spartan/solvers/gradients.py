@@ -39,7 +39,7 @@ class Gradients(Masks):
     def with_missing(self, form: Form, grads: Grads) -> list[Tensor | None]:
         """Zeros where the loss did not reach a weight that still feels the others, through the budget they share."""
         found = list(grads)
-        if not form.couples or self.problem.pattern.rows is not None:
+        if not form.couples or self.problem.pattern.rows is not None or all(g is not None for g in found):
             return found
         for i, target in enumerate(self.problem.targets):
             others = self.problem.members(self.problem.segment_of[i])

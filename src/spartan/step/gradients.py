@@ -12,7 +12,6 @@ Gradients written by hand are told by their identity and version.
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -26,16 +25,14 @@ from spartan.distributed import fsdp_modules, replicas, version
 from spartan.problem.targets import Target
 
 
-@dataclass
-class _Record:
-    grad: TensorWeakRef  # the turned gradient
-    version: int  # its version when turned, or when the optimizer was done with it
-    stepped: bool = False  # an optimizer has used it
-    decayed: bool = False  # what the method adds whatever the loss is in it
+# What a gradient is: one for w, or none; one for θ; one for θ that an optimizer has used.
+RAW, TURNED, USED = 0, 1, 2
 
 
 class GradientState:
-    """Keeps one record per target from the turning of its gradient to its next accumulation.
+    """Keeps what the gradient of every target is, from its accumulation to the next.
+
+    Hooks run for every target in every backward, so they hardly do anything.
 
     Args:
         targets: whose gradients.
@@ -44,37 +41,32 @@ class GradientState:
     """
 
     def __init__(self, targets: Sequence[Target], turn: Callable[[], None], model: nn.Module) -> None:
-        self._targets, self._turn = list(targets), weakref.WeakMethod(turn)
-        self._records: list[_Record | None] = [None] * len(targets)
-        self._aside: list[Tensor | None] = [None] * len(targets)  # gradients for θ, while others are accumulated
+        n = len(targets)
+        self._parameters, self._turn = [t.parameter for t in targets], weakref.WeakMethod(turn)
+        self._kind = [RAW] * n  # this list stays: hooks hold it
+        self._lacks_decay = [False] * n  # what the method adds whatever the loss is not in it yet
+        self._used: list[tuple[TensorWeakRef, int] | None] = [None] * n  # what an optimizer has used, and its version
+        self._first: TensorWeakRef | None = None  # the first target's gradient when last turned
+        self._aside: list[Tensor | None] = [None] * n  # gradients for θ, while others are accumulated
         self._seen: dict[int, Tensor] = {}  # gradients for w, where a method looks at them
         self._task = -1  # the backward at whose end a call is queued
         self._raw = False  # whether what the last backward accumulated was left as it is
         self.paused = False  # whether gradients are none of ours for a while
         self.unused = 0  # gradients that were cleared, one after the other, without a step
         self._ddp, self._sharded = replicas(model), bool(fsdp_modules(model))
-        me = weakref.ref(self)  # a parameter's hook must not keep a discarded state alive
-
-        def before(i: int) -> None:
-            state = me()
-            if state is not None:
-                state._before(i)
-
-        def after(i: int) -> None:
-            state = me()
-            if state is not None:
-                state._after(i)
-
-        def forward(module: nn.Module, inputs: Any) -> None:
-            state = me()
-            if state is not None and torch.is_grad_enabled():
-                state.set_aside()
-
         self._handles: list[RemovableHandle] = []
-        for i, target in enumerate(self._targets):
-            self._handles.append(target.parameter.register_hook(lambda grad, i=i: before(i)))
-            self._handles.append(target.parameter.register_post_accumulate_grad_hook(lambda p, i=i: after(i)))
+        me = weakref.ref(self)  # a parameter's hook must not keep a discarded state alive
+        for i, parameter in enumerate(self._parameters):
+            before, after = _hooks(me, self._kind, i, self._sharded)
+            self._handles.append(parameter.register_hook(before))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(after))
         if self._sharded:  # FSDP2 gives no notice before it accumulates
+
+            def forward(module: nn.Module, inputs: Any) -> None:
+                state = me()
+                if state is not None and torch.is_grad_enabled():
+                    state.set_aside()
+
             self._handles.append(model.register_forward_pre_hook(forward))
 
     def close(self) -> None:
@@ -84,39 +76,31 @@ class GradientState:
 
     def fresh(self, i: int) -> bool:
         """Whether the gradient of target i is there and still one for w."""
-        grad, record = self._targets[i].parameter.grad, self._records[i]
-        if grad is None or record is None:
-            return grad is not None
+        grad = self._parameters[i].grad
+        if grad is None or self._kind[i] != USED:
+            return grad is not None and self._kind[i] == RAW
         # Changed since the step: written anew. Changed before the step: clipped or unscaled, perhaps out of place.
-        return record.stepped and (record.grad() is not grad or version(grad) != record.version)
+        used = self._used[i]
+        return used is None or used[0]() is not grad or version(grad) != used[1]
 
     def turned(self, i: int) -> None:
         """Target i's gradient is now one for θ."""
-        grad = self._targets[i].parameter.grad
-        self._records[i] = None if grad is None else _Record(TensorWeakRef(grad), version(grad))
+        self._kind[i] = RAW if self._parameters[i].grad is None else TURNED
+        self._lacks_decay[i] = True
 
     def undecayed(self, i: int) -> bool:
         """Whether target i's gradient, one for θ, still lacks what the method adds whatever the loss; asked once."""
-        record = self._records[i]
-        if record is None or record.decayed:
-            return False
-        record.decayed = True
-        return True
+        lacks, self._lacks_decay[i] = self._kind[i] == TURNED and self._lacks_decay[i], False
+        return lacks
 
-    def stepped(self, i: int) -> None:
-        """An optimizer has used target i's gradient."""
+    def stepped(self, which: Sequence[int]) -> None:
+        """An optimizer has used the gradients of these targets."""
         self.unused = 0
-        record = self._records[i]
-        if record is None:
-            return
-        grad = self._targets[i].parameter.grad
-        if grad is None or record.grad() is not grad:
-            self.turned(i)
-            record = self._records[i]
-        else:
-            record.version = version(grad)
-        if record is not None:
-            record.stepped = record.decayed = True
+        for i in which:
+            if self._kind[i] != RAW:
+                grad = self._parameters[i].grad
+                self._kind[i] = RAW if grad is None else USED
+                self._used[i] = None if grad is None else (TensorWeakRef(grad), version(grad))
 
     def summed(self, numbers: Sequence[int], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients for w of these targets, from all backwards since the last step."""
@@ -131,51 +115,44 @@ class GradientState:
     @torch.no_grad()
     def turn_fresh(self, turn: Callable[[list[bool]], None]) -> None:
         """Have the fresh gradients turned, and add them to those of earlier backwards."""
-        fresh = [self.fresh(i) for i in range(len(self._targets))]
+        fresh = [self.fresh(i) for i in range(len(self._kind))]
         if any(fresh):
             self.set_aside(fresh)  # also where this backward did not reach: through the budget it adds something there
             turn(fresh)
-            for i in range(len(fresh)):
-                self.turned(i)
-        for i, (target, before) in enumerate(zip(self._targets, self._aside, strict=True)):
+            grads = [p.grad for p in self._parameters]
+            self._kind[:] = [RAW if grad is None else TURNED for grad in grads]
+            self._lacks_decay = [True] * len(grads)
+            self._first = None if grads[0] is None else TensorWeakRef(grads[0])
+        for i, before in enumerate(self._aside):
             if before is not None:
-                grad, self._aside[i] = target.parameter.grad, None
-                if grad is None:
-                    target.parameter.grad = before
+                parameter, self._aside[i] = self._parameters[i], None
+                if parameter.grad is None:
+                    parameter.grad = before
                 else:
-                    grad.add_(before)
+                    parameter.grad.add_(before)
                 self.turned(i)
 
     def set_aside(self, fresh: Sequence[bool] | None = None) -> None:
         """Put gradients for θ where nothing is added to them, until fresh ones are turned."""
-        for i in range(len(self._targets)):
+        for i in range(len(self._kind)):
             if not (self.fresh(i) if fresh is None else fresh[i]):
                 self._put_aside(i)
 
     def _put_aside(self, i: int) -> None:
-        parameter, record = self._targets[i].parameter, self._records[i]
-        grad = parameter.grad
-        if grad is not None and record is not None:
+        grad = self._parameters[i].grad
+        if grad is not None and self._kind[i] != RAW:
             mine = grad.clone() if grad._is_view() else grad  # a view of DDP's bucket is written to again
             before = self._aside[i]
             self._aside[i] = mine if before is None else before + mine
-            parameter.grad, self._records[i] = None, None
-
-    def _before(self, i: int) -> None:
-        """Before a gradient is accumulated, or taken by `torch.autograd.grad`, which accumulates nothing."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._begin(task)
-        if not self.fresh(i):
-            self._put_aside(i)
+            self._parameters[i].grad, self._kind[i] = None, RAW
 
     def _begin(self, task: int) -> None:
         """The first gradient of a backward is there."""
         reentrant = _inside_checkpoint()
         if not self._raw and self._task != -1 and not reentrant:
-            self._aside = [None] * len(self._targets)  # the last backward failed, and never came to its end
-        grad, record = self._targets[0].parameter.grad, self._records[0]
-        cleared = record is not None and not record.stepped and (grad is None or record.grad() is not grad)
+            self._aside = [None] * len(self._aside)  # the last backward failed, and never came to its end
+        grad, turned = self._parameters[0].grad, self._kind[0] == TURNED and self._first is not None
+        cleared = turned and (grad is None or self._first() is not grad)  # type: ignore[misc]
         self.unused = self.unused + 1 if cleared else self.unused
         self._task, self._raw = task, False
         me, engine = weakref.ref(self), torch.autograd.Variable._execution_engine
@@ -186,13 +163,6 @@ class GradientState:
                 state._end(reentrant)
 
         engine.queue_callback(lambda: engine.queue_callback(end))
-
-    def _after(self, i: int) -> None:
-        """A gradient was accumulated."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:  # FSDP2's, which come without notice
-            self._begin(task)
-        self._records[i] = None
 
     def _end(self, reentrant: bool) -> None:
         self._task = -1
@@ -215,7 +185,35 @@ class GradientState:
         compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
         if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
             return True
-        return any(t.parameter.grad is not None and t.parameter.grad.requires_grad for t in self._targets)
+        return any(p.grad is not None and p.grad.requires_grad for p in self._parameters)
+
+
+def _hooks(me: "weakref.ref[GradientState]", kind: list[int], i: int, sharded: bool) -> tuple[Any, Any]:
+    """What target i has done before and after its gradient is accumulated."""
+    task_of = torch._C._current_graph_task_id
+
+    def before(grad: Tensor) -> None:
+        """Before a gradient is accumulated, or taken by `torch.autograd.grad`, which accumulates nothing."""
+        state = me()
+        if state is not None:
+            task = task_of()
+            if task != state._task:
+                state._begin(task)
+            if kind[i] != RAW and not state.fresh(i):
+                state._put_aside(i)
+
+    def after(parameter: Tensor) -> None:
+        """A gradient was accumulated."""
+        kind[i] = RAW
+
+    def after_a_shard(parameter: Tensor) -> None:
+        """The same; FSDP2's come without notice."""
+        state = me()
+        if state is not None and task_of() != state._task:
+            state._begin(task_of())
+        kind[i] = RAW
+
+    return before, after_a_shard if sharded else after
 
 
 def _inside_checkpoint() -> bool:

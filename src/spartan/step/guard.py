@@ -1,13 +1,14 @@
 """Looks for mistakes: a model changed behind the run's back, gradients and weights that are not finite, unsolved masks."""
 
 import math
+import operator
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from spartan.distributed import fsdp_modules, version
+from spartan.distributed import fsdp_modules, is_dtensor, version
 from spartan.problem.targets import current, some_names
 from spartan.solvers.base import FINE
 from spartan.solvers.theta import copy_all
@@ -29,6 +30,8 @@ class Guard:
 
     def __init__(self, weights: Weights, model: nn.Module) -> None:
         self.weights, self.targets, self.ranks = weights, weights.problem.targets, weights.problem.ranks
+        self._parameters = [target.parameter for target in self.targets]
+        self._whole = not any(map(is_dtensor, self._parameters))
         self._fsdp = fsdp_modules(model) if not self.ranks.alone else []
         self._versions: list[int] = []
         self.perturbed: Callable[[], bool] = lambda: False  # whether weights are moved for a while, and put back
@@ -43,8 +46,8 @@ class Guard:
 
     def same_tensors(self) -> None:
         """The model must hold the parameters that the run was built for."""
-        held = [current(target) for target in self.targets]
-        if any(now is not target.parameter for now, target in zip(held, self.targets, strict=True)):
+        held = [target.owner._parameters.get(target.attribute) for target in self.targets]
+        if not all(map(operator.is_, held, self._parameters)):
             self.reshard()
             held = [current(target) for target in self.targets]
         for target, now in zip(self.targets, held, strict=True):
@@ -62,8 +65,13 @@ class Guard:
 
     def written(self) -> None:
         """The model holds what it should."""
-        self._versions = [version(target.parameter) for target in self.targets]
+        self._versions = self._versions_now()
         self._sums = None
+
+    def _versions_now(self) -> list[int]:
+        if self._whole:
+            return [p._version for p in self._parameters]
+        return [version(p) for p in self._parameters]
 
     def _checksums(self) -> Tensor:
         """A number per target that changes with its values."""
@@ -92,8 +100,8 @@ class Guard:
         Writes through `.data` leave no trace in versions: with `look` the values are compared in any case.
         """
         self.same_tensors()
-        versions = [version(target.parameter) for target in self.targets]
-        if self.weights.method.identity or self.perturbed() or (versions == self._versions and not look):
+        same = not look and self._versions_now() == self._versions
+        if same or self.weights.method.identity or self.perturbed():
             return
         # Swapping an average in and out again bumps versions too, so look at the values before complaining: written once
         # more, by the same solver, they are the same to the bit.
@@ -115,13 +123,15 @@ class Guard:
         """Whether answers are waited for: on a CPU, and where processes must agree on them."""
         return self.weights.bad.device.type == "cpu" or not self.ranks.alone
 
-    def gradients(self, which: Iterable[int], step: int) -> None:
+    def gradients(self, which: Sequence[int], step: int) -> None:
         """No NaN or infinite gradient may reach θ."""
         if not self._waits:
             for part, mine in zip(self.weights.parts, self.weights.local(which), strict=True):
                 if mine:
-                    grads = [t.parameter.grad for t in part.problem.targets]
-                    part.check_gradients([g if i in mine else None for i, g in enumerate(grads)])
+                    grads: list[Tensor | None] = [None] * len(part.problem.targets)
+                    for i in mine:
+                        grads[i] = part.problem.targets[i].parameter.grad
+                    part.check_gradients(grads)
             return
         bad = self._agree(_first_non_finite((i, self.targets[i].local_grad) for i in which))
         if bad is not None:
@@ -130,7 +140,7 @@ class Guard:
                 "was updated. Lower the learning rate, clip gradients, or use a GradScaler with float16."
             )
 
-    def updates(self, which: Iterable[int], step: int) -> None:
+    def updates(self, which: Sequence[int], step: int) -> None:
         """No NaN or infinite θ may be taken from the model."""
         if not self._waits:
             for part, mine in zip(self.weights.parts, self.weights.local(which), strict=True):

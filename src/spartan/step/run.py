@@ -71,8 +71,7 @@ class Run:
                 self.write()
                 raise
             self.weights.take(mine)
-            for i in mine:
-                self.gradients.stepped(i)
+            self.gradients.stepped(mine)
         return result
 
     def ready(self, optimizer: Optimizer, mine: Sequence[int]) -> None:

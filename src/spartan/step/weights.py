@@ -1,6 +1,6 @@
 """Keeps the dense weights θ of a run: the parts of the problem, each with its solver."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Weights:
         self.begin()
         # Where each target is: its part, and its number there.
         self._home = {n: (p, i) for p, part in enumerate(self.problems) for i, n in enumerate(part.numbers)}
+        self._everything = [list(range(len(part.targets))) for part in self.problems]
 
     def begin(self) -> None:
         """Dense θ, as the model holds it."""
@@ -71,8 +72,10 @@ class Weights:
         for part in () if self.frozen else self.solving:
             yield part, self.method.form(part, at)
 
-    def local(self, which: Iterable[int]) -> list[list[int]]:
+    def local(self, which: Sequence[int]) -> list[list[int]]:
         """Targets by part, in the numbers of each."""
+        if len(which) == len(self._home):
+            return self._everything
         found: list[list[int]] = [[] for _ in self.problems]
         for n in which:
             p, i = self._home[n]
@@ -83,13 +86,13 @@ class Weights:
         """What parts have of each target, in the order of the model's."""
         return [by_part[p][i] for p, i in (self._home[n] for n in range(len(self.problem.targets)))]
 
-    def put(self, which: Iterable[int]) -> None:
+    def put(self, which: Sequence[int]) -> None:
         """θ into the parameters of these targets."""
         for part, mine in zip(self.parts, self.local(which), strict=True):
             if mine:
                 part.put(mine)
 
-    def take(self, which: Iterable[int]) -> None:
+    def take(self, which: Sequence[int]) -> None:
         """θ from the parameters of these targets."""
         for part, mine in zip(self.parts, self.local(which), strict=True):
             if mine:
