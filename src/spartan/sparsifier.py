@@ -243,12 +243,12 @@ class Sparsifier:
                 "this optimizer is a copy of one that a sparsifier is attached to. Copy model, optimizer and sparsifier "
                 "together, or attach() a sparsifier of its own to the copy."
             )
+        mine = [] if self.method.identity else [i for i, j in enumerate(self._owner) if j == me]
         if self.method.identity:
             result = update() if closure is None else update(closure)
         else:
-            mine = [i for i, j in enumerate(self._owner) if j == me]
             result = run.step(optimizer, mine, update, closure)
-        run.finish(optimizer, not skipped(optimizer) and self._attachment.advances(me))
+        run.finish(optimizer, mine, not skipped(optimizer) and self._attachment.advances(me))
         self._notices.look(run)
         if run.at.step > before:
             for average in self._averages:

@@ -130,7 +130,7 @@ class ByGradient(Rewiring):
         A missing gradient counts as zero, but leaves what another optimizer's part of the step has shown.
         """
         before = solver.state.per_unit.get(what)
-        if before is not None and None in grads:
+        if before is not None and any(g is None for g in grads):
             there = solver.of_targets(solver.constant([int(g is not None) for g in grads])) > 0
             units = torch.where(there, units, before)
         solver.state.per_unit[what] = units

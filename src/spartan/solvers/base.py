@@ -75,6 +75,12 @@ class Solver(ABC):
     def restore(self, snapshot: Any) -> None:
         """Go back."""
 
+    def hold(self) -> None:  # noqa: B027
+        """From now on put, take, solve, write and checks may wait until `release`, to be started together."""
+
+    def release(self) -> None:  # noqa: B027
+        """Now they must not."""
+
     def check_gradients(self, grads: Grads) -> None:
         """Flag the first gradient that is not finite; with kernels, none of them is then used."""
         self._flag(0, [(i, g) for i, g in enumerate(grads) if g is not None])

@@ -24,7 +24,6 @@ from torch.utils.weak import TensorWeakRef
 from spartan.distributed import fsdp_modules, replicas, version
 from spartan.problem.targets import Target
 
-
 # What a gradient is: one for w, or none; one for θ; one for θ that an optimizer has used.
 RAW, TURNED, USED = 0, 1, 2
 

@@ -49,8 +49,8 @@ class Guard:
         held = [target.owner._parameters.get(target.attribute) for target in self.targets]
         if not all(map(operator.is_, held, self._parameters)):
             self.reshard()
-            held = [current(target) for target in self.targets]
-        for target, now in zip(self.targets, held, strict=True):
+        for target, here in zip(self.targets, held, strict=True):
+            now = here if here is target.parameter else current(target)
             if now is not target.parameter or now.device != target.device or now.dtype != target.dtype:
                 raise RuntimeError(
                     f"{target.name} was moved, cast or replaced after the sparsifier was built (it is {now.dtype} on "

@@ -52,16 +52,19 @@ class Run:
     # ------------------------------------------------------------------ the step
 
     def step(self, optimizer: Optimizer, mine: Sequence[int], update: Update, closure: Closure | None) -> Any:
-        """One step of an optimizer that trains these targets: θ is updated and taken; the model still holds θ then."""
+        """One step of an optimizer that trains these targets: θ is updated, and `finish` is to take it from the model."""
         evaluate = None if closure is None else Evaluation(self, optimizer, mine, closure)
         if evaluate is None:
-            self.ready(optimizer, mine)
+            self.turn(optimizer, mine)
         else:
             self.check_model()
         self.guard.compare()
         with torch.no_grad():
             try:
-                self.weights.put(mine)
+                with self.weights.together():
+                    if evaluate is None:
+                        self.check_gradients(optimizer, mine)
+                    self.weights.put(mine)
                 result = update() if evaluate is None else update(evaluate)
                 if not skipped(optimizer):
                     self.guard.updates(mine, self.at.step)
@@ -70,27 +73,32 @@ class Run:
                     evaluate.roll_back()
                 self.write()
                 raise
-            self.weights.take(mine)
             self.gradients.stepped(mine)
         return result
 
-    def ready(self, optimizer: Optimizer, mine: Sequence[int]) -> None:
-        """Gradients for θ, with the method's decay, and finite ones, unless a loss scaler is there to skip the update."""
+    def turn(self, optimizer: Optimizer, mine: Sequence[int]) -> None:
+        """Gradients for θ, with the method's decay."""
         self.backward()
         self._add_decay(mine, getattr(optimizer, "grad_scale", None))
+
+    def check_gradients(self, optimizer: Optimizer, mine: Sequence[int]) -> None:
+        """They must be finite, unless a loss scaler is there to skip the update."""
         if getattr(optimizer, "found_inf", None) is None:
             self.guard.gradients(mine, self.at.step)
 
-    def finish(self, optimizer: Optimizer, advance: bool) -> None:
+    @torch.no_grad()
+    def finish(self, optimizer: Optimizer, mine: Sequence[int], advance: bool) -> None:
         """After one optimizer's step, or all of them: the schedule moves on, masks are solved anew, w goes back."""
-        try:
-            if not skipped(optimizer):
-                if advance:
-                    self.at = replace(self.at, step=self.at.step + 1)
-                self.solve()
-                self._agree()
-        finally:
-            self.write()  # whatever happens, the model holds w
+        with self.weights.together():
+            try:
+                self.weights.take(mine)
+                if not skipped(optimizer):
+                    if advance:
+                        self.at = replace(self.at, step=self.at.step + 1)
+                    self.solve()
+                    self._agree()
+            finally:
+                self.write()  # whatever happens, the model holds w
         if not self.method.identity and self.at.step % max(1, self.at.total_steps // 100) == 0:
             self.guard.remember()
         self.guard.send(self.at.step)
@@ -273,7 +281,8 @@ class Evaluation:
         self.run.write()
         with torch.enable_grad():
             loss = self.closure()
-        self.run.ready(self.optimizer, self.mine)
+        self.run.turn(self.optimizer, self.mine)
+        self.run.check_gradients(self.optimizer, self.mine)
         with torch.no_grad():
             self.run.weights.put(self.mine)
         self._put = self._versions()

@@ -1,6 +1,7 @@
 """Keeps the dense weights θ of a run: the parts of the problem, each with its solver."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -97,6 +98,18 @@ class Weights:
         for part, mine in zip(self.parts, self.local(which), strict=True):
             if mine:
                 part.take(mine)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, what solvers are to do may wait for the end, to be started at once."""
+        parts = list(self.parts)
+        for part in parts:
+            part.hold()
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.release()
 
     def write(self, at: Moment) -> None:
         """w into the model."""

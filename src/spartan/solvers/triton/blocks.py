@@ -63,7 +63,8 @@ class BlockSolver(TritonSolver):
         # u and G = Σ g·θ of every unit; what the gradients sum of each piece.
         self._u, self._pulls = (torch.zeros(sum(numbers), dtype=torch.float32, device=device) for _ in range(2))
         self._sums = torch.zeros(self.ranked.count, 4, dtype=torch.float64, device=device)
-        self.topk = TopK(numbers, problem.unit_costs, None, device, **owners)
+        self._u_by_target = self._by_target(self._u)
+        self.topk = TopK(numbers, problem.unit_costs, None, device, **owners, replay=self.kernels.replay)
         self._ranks_topk = None
 
     def _over_units(self, kernel: Any, *arguments: Any, **kinds: Any) -> None:
@@ -72,21 +73,22 @@ class BlockSolver(TritonSolver):
     def competing(self) -> list[Tensor]:
         """u of every unit, summed from θ anew."""
         x, p = self.kernels, self.ranked
-        tables = x.to_thetas.of(self.theta.views), p.table, *self._grids, p.factors, self._u
+        tables = x.to_thetas.of(self._theta.views), p.table, *self._grids, p.factors, self._u
         x.replay("sum units", lambda: self._over_units(units.sum_units, *tables, DTYPE=x.dtype))
-        return self._by_target(self._u)
+        return self._u_by_target
 
     def scores(self) -> Tensor:
         """u of every unit, summed in the kernels' order: one at the threshold must not come out above it."""
         if self.power != 1.0:
             return super().scores()
         self.competing()
+        self.kernels.replay.flush()
         return self._u.clone()
 
     def project(self, soft: bool) -> None:
         """w = [kept] ⊙ θ, or [kept] ⊙ m ⊙ θ, into the parameters."""
         x, p, states = self.kernels, self.ranked, self.topk.states
-        where = x.to_parameters.of(x.parameters), x.to_thetas.of(self.theta.views), p.table, p.segments, *self._grids
+        where = x.to_parameters.of(x.parameters), x.to_thetas.of(self._theta.views), p.table, p.segments, *self._grids
         rest, kinds = (self._u, states.floats, states.ints), {"SOFT": soft, "DTYPE": x.dtype}
         x.write(("project", soft), lambda: self._over_units(units.project, *where, *rest, **kinds))
 
@@ -94,7 +96,7 @@ class BlockSolver(TritonSolver):
         """Through the soft mask, in place."""
         x, p, floats, out = self.kernels, self.ranked, self.topk.states.floats, self.flags.residuals
         kinds = x.kinds(grads)
-        where = x.to_grads.of(grads), x.to_thetas.of(self.theta.views), p.table, p.segments, *self._grids
+        where = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), p.table, p.segments, *self._grids
 
         def launch_all() -> None:
             self._over_units(units.pull, *where, self._u, self._pulls, floats, self._sums, **kinds)

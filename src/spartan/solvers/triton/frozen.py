@@ -30,7 +30,15 @@ class FrozenTritonSolver(FrozenSolver):
         if len({index.dtype for index in self.places}) > 1:  # some have 2³¹ entries or more
             self.places = [index.long() for index in self.places]
         self.kernels = Launcher(problem, flags)
-        self._to_masks, self._to_indices = (Addresses(flags.bad.device) for _ in range(2))
+        self._to_masks, self._to_indices = (Addresses(flags.bad.device, fixed=True) for _ in range(2))
+
+    def hold(self) -> None:
+        """Note launches, to run them as one."""
+        self.kernels.replay.hold()
+
+    def release(self) -> None:
+        """Run them."""
+        self.kernels.replay.release()
 
     @cached_property
     def _spans(self) -> tuple[Tensor, Tensor]:

@@ -36,8 +36,9 @@ class Launcher:
         sizes = [t.numel for t in problem.targets]
         self.pieces = Pieces(sizes, [1.0] * len(sizes), [1.0] * len(sizes), device)
         self.dtype = DTYPES[self.parameters[0].dtype]
-        self.to_parameters, self.to_grads, self.to_thetas = (Addresses(device) for _ in range(3))
         self.replay = Replay(device)
+        self.to_parameters, self.to_grads = (Addresses(device, before=self.replay.flush) for _ in range(2))
+        self.to_thetas = Addresses(device, fixed=True)
 
     def some(self, which: Sequence[int]) -> list[Tensor | None]:
         """The parameters of these targets, None for the others."""

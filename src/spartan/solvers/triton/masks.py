@@ -9,6 +9,7 @@ from torch import Tensor
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags
 from spartan.solvers.pools import Budgets
+from spartan.solvers.theta import Theta
 from spartan.solvers.torch import TorchSolver
 from spartan.solvers.triton.launch import Launcher
 from spartan.solvers.triton.tables import Pieces
@@ -19,10 +20,28 @@ class KernelMasks(TorchSolver):
     """What is kept, and the soft masks, as states on the device; ranks of other kinds go to a top-k of their own."""
 
     def __init__(self, problem: Problem, flags: Flags, alias: bool = False) -> None:
-        super().__init__(problem, flags, alias)
         self.kernels = Launcher(problem, flags)
+        super().__init__(problem, flags, alias)
         self._mine = False  # whether the masks in use were chosen by the kernels, from θ
         self.prepare()
+
+    @property
+    def theta(self) -> Theta:
+        """θ; whoever asks for it may read it, so that what was only noted is done first."""
+        self.kernels.replay.flush()
+        return self._theta
+
+    @theta.setter
+    def theta(self, theta: Theta) -> None:
+        self._theta = theta
+
+    def hold(self) -> None:
+        """Note launches, to run them as one."""
+        self.kernels.replay.hold()
+
+    def release(self) -> None:
+        """Run them."""
+        self.kernels.replay.release()
 
     def prepare(self) -> None:
         """Tables of what competes, by segment."""
@@ -30,7 +49,7 @@ class KernelMasks(TorchSolver):
         each = problem.units, problem.unit_costs, problem.factors, self.device
         owners: dict[str, Any] = {"owners": problem.segment_of, "segments": len(problem.segments)}
         self.ranked = Pieces(*each, **owners)
-        self.topk = TopK(*each, **owners)
+        self.topk = TopK(*each, **owners, replay=self.kernels.replay)
         self._sums = torch.zeros(self.ranked.count, 4, dtype=torch.float64, device=self.device)
         self._ranks_topk: TopK | None = None
 
@@ -43,7 +62,7 @@ class KernelMasks(TorchSolver):
 
     def competing(self) -> list[Tensor]:
         """What the kernels rank: θ, or a number per unit made of it."""
-        return self.theta.views
+        return self._theta.views
 
     def solve(self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None) -> None:
         """The thresholds of the largest magnitudes, and with a β the soft masks: one launch for all segments."""

@@ -89,8 +89,8 @@ class RowSolver(TritonSolver):
         """w = [kept] ⊙ θ, or [kept] ⊙ m ⊙ θ, into the parameters."""
         self._tell()
         x = self.kernels
-        tables = x.to_parameters.of(x.parameters), x.to_thetas.of(self.theta.views)
-        wide = self._wide(x.parameters, self.theta.views)
+        tables = x.to_parameters.of(x.parameters), x.to_thetas.of(self._theta.views)
+        wide = self._wide(x.parameters, self._theta.views)
         kinds = {"SOFT": soft, "WIDE": wide, "DTYPE": x.dtype, **self._passes}
         x.write(("project", soft, wide), lambda: self._over_runs(nm.project, *tables, **kinds))
 
@@ -105,6 +105,6 @@ class RowSolver(TritonSolver):
     def _to_gradients(self, key: str, kernel: Any, grads: Grads, **kinds: Any) -> None:
         self._tell()
         x = self.kernels
-        tables = x.to_grads.of(grads), x.to_thetas.of(self.theta.views)
-        kinds |= {**x.kinds(grads), "WIDE": self._wide(grads, self.theta.views)}
+        tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views)
+        kinds |= {**x.kinds(grads), "WIDE": self._wide(grads, self._theta.views)}
         x.replay((key, kinds["GRAD"], kinds["WIDE"]), lambda: self._over_runs(kernel, *tables, **kinds))

@@ -21,7 +21,7 @@ class TritonSolver(KernelMasks):
 
     def __init__(self, problem: Problem, flags: Flags, alias: bool = False) -> None:
         super().__init__(problem, flags, alias)
-        self._to_masks = Addresses(self.device)
+        self._to_masks = Addresses(self.device, before=self.kernels.replay.flush)
 
     @classmethod
     def why_not(cls, problem: Problem, kernels: str) -> str:
@@ -31,14 +31,14 @@ class TritonSolver(KernelMasks):
     def put(self, which: Sequence[int]) -> None:
         """θ into the parameters of these targets."""
         x, parameters = self.kernels, self.kernels.some(which)
-        tables = x.to_parameters.of(parameters), x.to_thetas.of(self.theta.views), x.pieces.table
+        tables = x.to_parameters.of(parameters), x.to_thetas.of(self._theta.views), x.pieces.table
         kinds = self._of_weights()
         x.write(("put", *kinds.values()), lambda: x.run(weights.put, *tables, **kinds), parameters)
 
     def take(self, which: Sequence[int]) -> None:
         """θ from these parameters, unless a gradient was not finite; entries that are not finite stay as they were."""
         x = self.kernels
-        tables = x.to_parameters.of(x.some(which)), x.to_thetas.of(self.theta.views), x.pieces.table, x.bad, x.numbers
+        tables = x.to_parameters.of(x.some(which)), x.to_thetas.of(self._theta.views), x.pieces.table, x.bad, x.numbers
         kinds = self._of_weights()
         x.replay(("take", *kinds.values()), lambda: x.run(weights.take, *tables, FINE=FINE, **kinds))
 
@@ -59,7 +59,7 @@ class TritonSolver(KernelMasks):
         stored = self._stored(form)
         if stored is not None:
             x = self.kernels
-            tables = x.to_parameters.of(x.parameters), x.to_thetas.of(self.theta.views), stored, x.pieces.table
+            tables = x.to_parameters.of(x.parameters), x.to_thetas.of(self._theta.views), stored, x.pieces.table
             x.write("project stored", lambda: x.run(weights.project_stored, *tables, DTYPE=x.dtype))
         elif self.serves(form):
             self.project(form.mask is Mask.SOFT)
@@ -75,7 +75,7 @@ class TritonSolver(KernelMasks):
     def project(self, soft: bool) -> None:
         """w = [kept] ⊙ θ, or [kept] ⊙ m ⊙ θ, into the parameters."""
         x, p, states = self.kernels, self.ranked, self.topk.states
-        tables = x.to_parameters.of(x.parameters), x.to_thetas.of(self.theta.views), p.table, p.segments, p.factors
+        tables = x.to_parameters.of(x.parameters), x.to_thetas.of(self._theta.views), p.table, p.segments, p.factors
         kinds = {"SOFT": soft} | self._of_weights()
         state = states.floats, states.ints
         x.write(("project", *kinds.values()), lambda: x.run(weights.project, *tables, *state, pieces=p, **kinds))
@@ -123,7 +123,7 @@ class TritonSolver(KernelMasks):
     def through_mask(self, grads: Grads) -> None:
         """Through the soft mask, in place."""
         x, p, floats, out = self.kernels, self.ranked, self.topk.states.floats, self.flags.residuals
-        tables = x.to_grads.of(grads), x.to_thetas.of(self.theta.views), p.table, p.segments, p.factors
+        tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), p.table, p.segments, p.factors
         kinds = self._of_gradients(grads)
 
         def launch_all() -> None:
@@ -138,7 +138,7 @@ class TritonSolver(KernelMasks):
     def where_kept(self, grads: Grads) -> None:
         """Zero where not kept, in place."""
         x, p, states = self.kernels, self.ranked, self.topk.states
-        tables = x.to_grads.of(grads), x.to_thetas.of(self.theta.views), p.table, p.segments, p.factors
+        tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), p.table, p.segments, p.factors
         kinds, state = self._of_gradients(grads), (states.floats, states.ints)
         x.replay(
             ("where_kept", *kinds.values()), lambda: x.run(gradient.where_kept, *tables, *state, pieces=p, **kinds)

@@ -1,6 +1,6 @@
 """Lists many tensors for one launch: tables of addresses, and of the pieces that programs work on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -99,20 +99,32 @@ def _up(entries: int) -> int:
 
 
 class Addresses:
-    """Where the tensors of a list lie, as a table on the device; sent again only when they moved."""
+    """Where the tensors of a list lie, as a table on the device; sent again only when they moved.
+
+    Args:
+        device: where the table is to lie.
+        fixed: whether tensors of the same list never move.
+        before: called before the table changes: launches that were only noted are to read what they were noted with.
+    """
 
     aligned = True  # to 16 bytes, all of them
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, fixed: bool = False, before: Callable[[], None] | None = None) -> None:
+        self.device, self.fixed, self._before = device, fixed, before
+        self._list: Sequence[Tensor | None] | None = None  # the last one
         self._last: list[int] = []
         # It stays where it is: graphs replay its address.
         self._table = torch.empty(0, dtype=torch.int64, device=device)
 
     def of(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """The table; 0 stands for a tensor that is not there."""
+        if self.fixed and tensors is self._list:
+            return self._table
+        self._list = tensors
         now = [0 if t is None else t.data_ptr() for t in tensors]
         if now != self._last:
+            if self._before is not None:
+                self._before()
             table = torch.tensor(now, dtype=torch.int64)
             if self.device.type == "cuda":
                 table = table.pin_memory()  # from there the copy is queued, and the host goes on

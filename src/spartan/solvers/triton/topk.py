@@ -47,6 +47,7 @@ class TopK:
         device: where they lie.
         owners: the segment of each tensor, in order; None for a single one.
         segments: how many there are.
+        replay: what runs the launches; None for one of its own.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class TopK:
         device: torch.device,
         owners: Sequence[int] | None = None,
         segments: int = 1,
+        replay: Replay | None = None,
     ) -> None:
         self.absolute = factors is not None
         owners = [0] * len(sizes) if owners is None else owners
@@ -74,8 +76,8 @@ class TopK:
         self.above = torch.zeros(n, dtype=torch.int32, device=device)
         self.sums = torch.zeros(n, 4, dtype=torch.float64, device=device)
         self.arrived = torch.zeros(1, dtype=torch.int64, device=device)
-        self.addresses = Addresses(device)
-        self.replay = Replay(device)
+        self.addresses = Addresses(device, fixed=replay is not None)
+        self.replay = replay or Replay(device)
         self.states = States(segments, device)
         self.cold = True  # there is no solution to start from
         self.launch: dict[str, Any] = {"num_warps": WARPS}
@@ -85,8 +87,9 @@ class TopK:
     @torch.no_grad()
     def solve(self, tensors: Sequence[Tensor], k: Sequence[float] | Tensor, beta: Sequence[float] | None) -> None:
         """Put the thresholds, and with finite β the duals, into the states, starting from the last ones."""
-        self._tell(k, beta)
         where, dtype, soft, cold = self.addresses.of(tensors), tensors[0].dtype, beta is not None, self.cold
+        self.replay.flush_if("solve")  # it has not read its numbers yet
+        self._tell(k, beta)
         self.replay(("solve", soft, cold, self.addresses.aligned), lambda: self._launch(where, dtype, soft, cold))
         self.cold = False
 
