@@ -21,6 +21,7 @@ from spartan.app.runs import INCIDENTAL, INCIDENTAL_DATA, is_finished, is_run, r
 from spartan.app.train.config import Config, RecipeError, to_yaml
 from spartan.app.train.processes import current
 from spartan.disk import replace_file
+from spartan.wording import shortened
 
 if TYPE_CHECKING:
     from spartan.app.train.loop import Trainer
@@ -57,7 +58,7 @@ def _same_run(folder: Path, config: Config) -> bool:
 def check_resume_settings(sets: Sequence[str]) -> None:
     """A run that goes on may change where and how it is done, not what it computes."""
     free = [*INCIDENTAL, *(f"data.{key}" for key in INCIDENTAL_DATA)]
-    for key in (setting.partition("=")[0].strip() for setting in sets):
+    for key in (shortened(setting.partition("=")[0].strip()) for setting in sets):
         if key not in free:
             raise RecipeError(
                 f"--resume continues a run as it was started; it cannot be combined with --set {key}, but with --set of "
