@@ -236,7 +236,7 @@ def epochs_done(folder: Path) -> int:
         return 0
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 8192))
-        ended = re.findall(rb'"epoch": (\d+)', file.read())
+        ended = re.findall(rb'"epoch": (\d{1,15})\b', file.read())
     return max(0, int(ended[-1]) - 1) if ended else 0
 
 
@@ -267,6 +267,17 @@ def settings(config: Config) -> dict[str, Any]:
         elif key not in INCIDENTAL and key != "seed":
             flat[key] = value
     return flat | ({"sparsity": 0.0} if never_sparse(config.method) else {})
+
+
+def fixed_settings(config: Config) -> dict[str, Any]:
+    """Everything that a run that goes on must not change, by dotted key, as plain values that a checkpoint can hold."""
+    flat: dict[str, Any] = {}
+    for key, value in json.loads(json.dumps(dataclasses.asdict(config))).items():
+        if key in ("data", "optimizer"):
+            flat |= {f"{key}.{k}": v for k, v in value.items() if key != "data" or k not in INCIDENTAL_DATA}
+        elif key not in INCIDENTAL:
+            flat[key] = value
+    return flat
 
 
 def identity(config: Config, seed: bool = True) -> str:
