@@ -403,3 +403,13 @@ def test_a_checkpoint_of_both_states_is_read_too(killed: Path, finished: Path) -
     resume(killed, quiet=True)
     same(killed, finished)
     assert np.load(killed / "masks.npz")["n"] > 0
+
+
+def test_a_restart_does_not_stumble_over_damaged_neighbours(tmp_path: Path) -> None:
+    config = load_recipe("digits", ["device=cpu"])
+    for name, content in (("", b""), ("-2", b"epochs: ["), ("-3", b"\xff\xfe")):
+        run = tmp_path / "runs" / f"digits-spartan-0.95-seed0{name}"
+        folder.create(run, config, torch.device("cpu"), [])
+        if content:
+            (run / "recipe.yaml").write_bytes(content)
+    assert folder.choose_folder("digits", config, None, again=True) == (Path("runs/digits-spartan-0.95-seed0"), True)

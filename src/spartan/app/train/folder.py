@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import spartan
-from spartan.app.runs import INCIDENTAL, INCIDENTAL_DATA, fixed_settings, is_finished, is_run, read_run
+from spartan.app.runs import INCIDENTAL, INCIDENTAL_DATA, RunFolder, fixed_settings, is_finished, is_run
 from spartan.app.train.config import Config, RecipeError, to_yaml
 from spartan.app.train.processes import current
 from spartan.disk import replace_file
@@ -52,7 +52,9 @@ def choose_folder(recipe: str, config: Config, out: Path | None, again: bool) ->
 
 
 def _same_run(folder: Path, config: Config) -> bool:
-    return is_run(folder) and read_run(folder).config == config
+    with suppress(RecipeError):  # a damaged recipe is no run of this one
+        return is_run(folder) and RunFolder(folder).config == config
+    return False
 
 
 def check_resume_settings(sets: Sequence[str]) -> None:
