@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spartan.problem.targets import clean_name, unwrap
+from spartan.scalars import as_plain
 from spartan.step import look
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Average:
     """
 
     def __init__(self, sparsifier: "Sparsifier", decay: float) -> None:
+        decay = as_plain(decay)
         if not 0 <= decay < 1:
             raise ValueError(f"ema: decay={decay!r} is not what is left of an average; a number in [0, 1) is needed")
         self.decay, self.steps = float(decay), 0

@@ -30,6 +30,7 @@ from spartan.problem.problem import make_problem
 from spartan.problem.schedules import Moment
 from spartan.problem.targets import Globs, find_targets, some_names
 from spartan.problem.zeros import zeros_of
+from spartan.scalars import as_plain
 from spartan.solvers.base import check_kernels
 from spartan.state import plain
 from spartan.state.copies import rebuilt
@@ -101,6 +102,8 @@ class Sparsifier:
     ) -> None:
         self.model = model
         self.method = as_method(method)
+        sparsity, total_steps, warmup, finetune = map(as_plain, (sparsity, total_steps, warmup, finetune))
+        cost, budget, min_density = map(as_plain, (cost, budget, min_density))
         include, exclude = (x if x is None or isinstance(x, str) else list(x) for x in (include, exclude))
         # What a copy is built with.
         self._arguments: dict[str, Any] = {
@@ -351,7 +354,7 @@ class Sparsifier:
     def mask_histogram(self, bins: int = 50) -> list[int] | None:
         """How many units have a soft mask value in each of `bins` equal parts of [0, 1]; None for hard masks."""
         _alive(self, "mask_histogram")
-        return look.histogram(self._run.weights, self._run.at, bins)
+        return look.histogram(self._run.weights, self._run.at, as_plain(bins))
 
     def __repr__(self) -> str:
         path = look.path(self._run.weights, self._run.at) if self._final is None else self._final[2]

@@ -42,6 +42,17 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
+def shortened(text: str, most: int = 80) -> str:
+    """Text that others wrote, with what a line has no room for left out of its middle.
+
+    Example:
+        >>> shortened("a" * 1000, most=9)
+        'aaa … aaa'
+    """
+    half = (most - 3) // 2
+    return printable(text if len(text) <= most else f"{text[:half]} … {text[-half:]}")
+
+
 def aligned(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:
     """A table as lines, its first `left` columns (all, where that is not given) to the left and the others to the right.
 

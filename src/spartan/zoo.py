@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from spartan.wording import nearest, one_line
 
 Shape = tuple[int, int, int]
-WRN = re.compile(r"wrn-(\d+)-(\d+)")
+WRN = re.compile(r"wrn-(\d{1,99})-(\d{1,99})")
 
 
 def build_model(
@@ -89,6 +89,10 @@ class WideResNet(nn.Module):
 
     def __init__(self, depth: int, width: int, classes: int, channels: int = 3) -> None:
         super().__init__()
+        if depth > 1000 or width > 100:
+            raise ValueError(
+                f"model: wrn-{depth}-{width} is too large; a depth of at most 1000 and a width of at most 100"
+            )
         if depth < 10 or (depth - 4) % 6 or width < 1:
             near = max(10, round((depth - 4) / 6) * 6 + 4)
             raise ValueError(

@@ -318,8 +318,32 @@ def test_the_choice_is_measured_once_and_kept(tmp_path: Path) -> None:
     loser = max(times, key=times.get)
     (tmp_path / "choices.json").write_text(json.dumps({key: {**times, loser: 0.0}}))
     assert explain(accelerate(model, example_inputs=x))[0].kernel == loser
-    (tmp_path / "choices.json").write_text("{damaged")
-    assert "ms" in explain(accelerate(model, example_inputs=x))[0].why
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "{damaged", "", "[]", "null", "[" * 100_000, b"\xff\xfe\x00", '{"KEY": {"dense": "fast"}}',
+        '{"KEY": []}', '{"KEY": {}}', '{"KEY": {"dense": NaN}}', '{"KEY": {"dense": -1}}', '{"KEY": {"dense": true}}',
+        '{"other": 3}', '{"KEY": {"dense": null}}',
+    ],
+)  # fmt: skip
+def test_a_damaged_choice_is_told_and_measured_again(tmp_path: Path, damage: str | bytes) -> None:
+    model, x = spartan.prune(nn.Linear(256, 256), 0.95), torch.randn(64, 256)
+    accelerate(model, example_inputs=x)
+    path = tmp_path / "choices.json"
+    ((key, _),) = json.loads(path.read_text()).items()
+    whole = {"kept": {"dense": 1.0}}
+    text = damage.replace("KEY", json.dumps(key)[1:-1]) if isinstance(damage, str) else damage
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.warns(UserWarning, match=r"choices.json is damaged: kernels whose times it lost are timed again"):
+        assert "ms" in explain(accelerate(model, example_inputs=x))[0].why
+    assert "ms" in explain(accelerate(model, example_inputs=x))[0].why, "and it is whole again"
+    path.write_text(json.dumps(whole | {"other": 3}))
+    with pytest.warns(UserWarning, match="is damaged"):
+        accelerate(model, example_inputs=x)
+    assert set(json.loads(path.read_text())) == {key, "kept"}, "what could be read is kept"
 
 
 @needs_kernels

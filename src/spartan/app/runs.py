@@ -10,14 +10,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from spartan.app.train.config import Config, RecipeError, load_recipe, parse_yaml
+from spartan.app.train.config import Config, RecipeError, load_recipe
+from spartan.app.train.recipe_text import parse_yaml
 from spartan.methods import entries
+from spartan.wording import shortened
 
 # Keys that say where and how a run is done, not what it computes.
 INCIDENTAL = ("description", "device", "parallel", "checkpoint_epochs", "checkpoint_steps", "checkpoint_async")
 INCIDENTAL_DATA = ("path", "download", "workers")
+# What a summary has at least, each a number or null.
+FIGURES = [
+    *("top1", "top5", "test_loss", "train_loss", "seconds", "images_per_s", "epochs", "achieved_sparsity", "nonzero"),
+    *("parameters", "model_parameters", "flops_dense", "flops_sparse", "model_bytes", "dense_bytes"),
+]
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class RunFolder:
         try:
             return load_recipe(path)
         except RecipeError as error:
-            raise RecipeError(f"{path}: {error}") from None
+            named = str(error).startswith(str(path))
+            raise error if named else RecipeError(f"{path}: {error}") from None
 
     @cached_property
     def recipe_text(self) -> str:
@@ -52,7 +58,7 @@ class RunFolder:
     @cached_property
     def recipe(self) -> dict[str, Any]:
         """The recipe, unchecked; empty where it is no YAML."""
-        return _table(self.recipe_text, parse_yaml) or {}
+        return _table(self.recipe_text, lambda text: parse_yaml(text, "recipe.yaml")) or {}
 
     @cached_property
     def environment(self) -> dict[str, Any]:
@@ -61,8 +67,26 @@ class RunFolder:
 
     @cached_property
     def summary(self) -> dict[str, Any] | None:
-        """The results; None while the run is unfinished."""
-        return _table(_text(self.folder / "summary.json"), json.loads)
+        """The results; None while the run is unfinished, or where they are damaged."""
+        return None if self.damage else _table(_text(self.folder / "summary.json"), json.loads)
+
+    @cached_property
+    def damage(self) -> str:
+        """What is wrong with summary.json, if it is there; empty where nothing is."""
+        values = _table(_text(self.folder / "summary.json"), json.loads)
+        if not is_finished(self.folder):
+            return ""
+        if values is None:
+            return "it is not a JSON object"
+        for key in FIGURES:
+            if key not in values:
+                return f"it lacks {key}"
+            if not (values[key] is None or _is_number(values[key])):
+                return f"{key} is {shortened(repr(values[key]))}, which is no number"
+        layers = values.get("layers")
+        if not isinstance(layers, list) or not all(map(_is_layer, layers)):
+            return "its layers are not a list of tables, each with the name and the shape of a weight"
+        return ""
 
     @property
     def finished(self) -> bool:
@@ -105,13 +129,11 @@ class RunFolder:
         found: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "epoch": {}}
         damaged = 0
         for line in filter(str.strip, _text(self.folder / "metrics.jsonl").splitlines()):
-            try:
-                record = json.loads(line)
-                kind = record["kind"]
-                if kind in found:
-                    found[kind][int(record[kind])] = record
-            except (ValueError, KeyError, TypeError):
+            record = read_metric(line)
+            if record is None:
                 damaged += 1
+            elif record["kind"] in found:
+                found[record["kind"]][record[record["kind"]]] = record
         steps, epochs = ([records[k] for k in sorted(records)] for records in found.values())
         return steps, epochs, damaged
 
@@ -131,11 +153,26 @@ class RunFolder:
         return self._metrics[2]
 
 
+def read_metric(line: str | bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl, of a step or an epoch that has a number; None where it is none."""
+    record = _table(line, json.loads)
+    at = None if record is None else record.get(str(record.get("kind")))
+    return record if isinstance(at, int) and not isinstance(at, bool) and 0 < at < 1 << 53 else None
+
+
 def number(value: Any) -> float | None:
     """A finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
+    return float(value) if _is_number(value) and math.isfinite(value) else None
+
+
+def _is_layer(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("shape"), list)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return isinstance(value, float) or abs(value) < 1 << 1000  # what a float can hold
 
 
 def _text(path: Path) -> str:
@@ -145,10 +182,10 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _table(text: str, parse: Callable[[str], Any]) -> dict[str, Any] | None:
+def _table(text: str | bytes, parse: Callable[[Any], Any]) -> dict[str, Any] | None:
     try:
         values = parse(text)
-    except (ValueError, yaml.YAMLError):
+    except (ValueError, RecursionError):  # JSON may be nested deeper than Python can follow
         return None
     return values if isinstance(values, dict) else None
 
@@ -169,8 +206,11 @@ def read_run(folder: Path) -> RunFolder:
         raise ValueError(f"{folder} is no run folder: it holds no recipe.yaml")
     run = RunFolder(folder)
     _ = run.config  # or its error
-    if is_finished(folder) and not run.finished:
-        raise ValueError(f"{folder / 'summary.json'} is damaged: it is not a JSON object")
+    if run.damage:
+        raise ValueError(
+            f"{folder / 'summary.json'} is damaged: {run.damage}; remove it, and spartan train --resume {folder} writes it "
+            "anew from the last checkpoint"
+        )
     return run
 
 
@@ -196,16 +236,15 @@ def epochs_done(folder: Path) -> int:
         return 0
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 8192))
-        ended = re.findall(rb'"epoch": (\d+)', file.read())
+        ended = re.findall(rb'"epoch": (\d{1,15})\b', file.read())
     return max(0, int(ended[-1]) - 1) if ended else 0
 
 
 def result_line(summary: Mapping[str, Any]) -> str:
     """A run's result in half a line."""
-    return (
-        f"top-1 {summary['top1']:.2%}, sparsity {summary['achieved_sparsity']:.2%}, "
-        f"{summary['nonzero']:,} nonzero weights, {summary['seconds']:.1f} s"
-    )
+    formats = {"top1": ".2%", "achieved_sparsity": ".2%", "nonzero": ",", "seconds": ".1f"}
+    found = {k: "–" if number(summary[k]) is None else format(summary[k], how) for k, how in formats.items()}
+    return "top-1 {top1}, sparsity {achieved_sparsity}, {nonzero} nonzero weights, {seconds} s".format(**found)
 
 
 def data_name(config: Config) -> str:
@@ -228,6 +267,17 @@ def settings(config: Config) -> dict[str, Any]:
         elif key not in INCIDENTAL and key != "seed":
             flat[key] = value
     return flat | ({"sparsity": 0.0} if never_sparse(config.method) else {})
+
+
+def fixed_settings(config: Config) -> dict[str, Any]:
+    """Everything that a run that goes on must not change, by dotted key, as plain values that a checkpoint can hold."""
+    flat: dict[str, Any] = {}
+    for key, value in json.loads(json.dumps(dataclasses.asdict(config))).items():
+        if key in ("data", "optimizer"):
+            flat |= {f"{key}.{k}": v for k, v in value.items() if key != "data" or k not in INCIDENTAL_DATA}
+        elif key not in INCIDENTAL:
+            flat[key] = value
+    return flat
 
 
 def identity(config: Config, seed: bool = True) -> str:

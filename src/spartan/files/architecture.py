@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spartan.scalars import as_plain
 from spartan.wording import one_line, printable
 from spartan.zoo import WRN, Shape, build_model
 
@@ -70,7 +71,7 @@ def reference_of(
 ) -> dict[str, Any] | None:
     """The reference to store: the one given, checked; or that of a timm model, if it is enough to rebuild it."""
     if architecture is not None:
-        given = {"model": architecture} if isinstance(architecture, str) else dict(architecture)
+        given = as_plain({"model": architecture} if isinstance(architecture, str) else dict(architecture))
         if not isinstance(given.get("model"), str) or given.keys() - {"model", "classes", "shape", "args"}:
             raise ValueError(
                 f"architecture={architecture!r}; a name, or a dict with model and any of classes, shape and args, is needed"

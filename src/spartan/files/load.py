@@ -18,6 +18,7 @@ from spartan.files.signs import check as check_signs
 from spartan.files.values import CodedValues, decode_values
 from spartan.files.values import check as check_code
 from spartan.problem.targets import clean_name, unwrap
+from spartan.scalars import as_plain
 
 KERNELS = ("auto", "dense", "sparse")
 # Zeros take next to no space, so that a file may be far smaller than its tensors; an honest one at 99.9% is 740 times.
@@ -215,6 +216,7 @@ def _parse_item(item: Any, used: dict[str, int]) -> Spec:
 
 def check_memory(contents: Contents, max_bytes: int | None) -> int:
     """Refuse to unpack what no file of this size should hold; the limit in bytes."""
+    max_bytes = as_plain(max_bytes)
     if max_bytes is not None and (not hasattr(max_bytes, "__index__") or max_bytes < 0):
         raise ValueError(f"max_bytes={max_bytes!r}; a number of bytes, or None, is needed")
     needed = sum(spec.nbytes for spec in contents.specs.values())

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from spartan.methods.base import Method
 from spartan.problem.patterns import Pattern
+from spartan.scalars import takes_numbers
 from spartan.wording import nearest
 
 T = TypeVar("T", bound=type[Method])
@@ -40,7 +41,7 @@ def register(cls: T) -> T:
     sparse_from = cls.sparse_from if isinstance(cls.sparse_from, str) else "warmup"  # a property: by its settings
     refuses_nm = cls.refuses_nm if isinstance(cls.refuses_nm, str) else ""
     _ENTRIES[cls.name] = Entry(cls=cls, summary=summary, sparse_from=sparse_from, refuses_nm=refuses_nm, **facts)
-    return cls
+    return takes_numbers(cls)
 
 
 def entries() -> Iterator[Entry]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from spartan.ops.parts import Part, Parts, check_budget, chunks, cost_of, numel, sample, slack, total_cost
+from spartan.scalars import as_plain
 
 # Up to here everything is sorted; a GPU sorts sooner than it answers questions about a sample.
 SORT_ALL, SORT_ALL_ON_GPU = 1 << 17, 1 << 22
@@ -189,14 +190,14 @@ def hard_topk(values: Tensor, k: float, costs: Tensor | None = None) -> Tensor:
         >>> hard_topk(torch.tensor([3.0, -1.0, 2.0, 2.0]), k=2)
         tensor([ True, False,  True, False])
     """
-    part = as_part(values.detach(), costs)
+    part, k = as_part(values.detach(), costs), float(as_plain(k))
     if not isinstance(part.c, Tensor):
-        return select([part], float(k)).keep(part.u).reshape(values.shape)
+        return select([part], k).keep(part.u).reshape(values.shape)
     # Not by `select`: what it allows for rounding is small against the mean unit, and can be many of the cheapest.
     # A billionth of the cheapest still forgives a budget such as (1 − 0.9)·1000, and never lets a unit through.
     order = part.u.argsort(descending=True, stable=True)
     total = total_cost([part])
-    k = check_budget(float(k), total)
+    k = check_budget(k, total)
     fit = order.numel() if k >= total else _fit_exactly(part.c[order].double(), k + slack(0.0, float(part.c.min())))
     return torch.zeros_like(part.u, dtype=torch.bool).index_fill_(0, order[:fit], True).reshape(values.shape)
 

@@ -12,6 +12,7 @@ from spartan.distributed import Ranks
 from spartan.ops.newton import Dual, Root, search
 from spartan.ops.parts import Part, Parts, check_budget, chunks, extrema, numel, total_cost
 from spartan.ops.select import Boundary, as_part, boundary, hard_topk, select
+from spartan.scalars import as_plain
 
 # Up to here a pass costs nothing, and float64 gives residuals that float32 cannot (z = −18 is spaced 2e-6 apart).
 SMALL = 1 << 16
@@ -240,6 +241,7 @@ def soft_topk(
         >>> m.round(decimals=2)
         tensor([1.0000, 0.1200, 0.8800, 0.0000])
     """
+    k, beta, init, tol, max_iters = map(as_plain, (k, beta, init, tol, max_iters))
     if not beta >= 0:
         raise ValueError(f"beta={beta!r} is not a sharpness; it must be at least 0")
     if solver not in ("newton", "sinkhorn"):

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from spartan.problem.targets import Target, first_match, matches, some_names
+from spartan.scalars import as_plain
 
 Budget = str | Mapping[str, float]
 
@@ -17,6 +18,7 @@ class Share(NamedTuple):
 
 def check_sparsity(sparsity: float, argument: str = "sparsity") -> float:
     """A fraction in [0, 1)."""
+    sparsity = as_plain(sparsity)
     if isinstance(sparsity, bool) or not isinstance(sparsity, (int, float)) or not 0 <= sparsity < 1:
         raise ValueError(
             f"{argument}={sparsity!r} is outside [0, 1): it is the fraction that is gone, such as 0.95 for 95%"

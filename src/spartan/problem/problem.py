@@ -17,6 +17,7 @@ from spartan.problem.budgets import Budget, by_name, check_sparsity, divide
 from spartan.problem.costs import Cost, as_cost
 from spartan.problem.patterns import Pattern, Place, Unstructured, check_pattern
 from spartan.problem.targets import Globs, Target, find_targets, unwrap
+from spartan.scalars import as_plain
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ def make_problem(
     frozen_too: bool = False,
 ) -> Problem:
     """Targets, units, costs and budgets from the arguments a user gives; every mistake is an error here."""
-    sparsity = check_sparsity(sparsity)
+    sparsity, budget, min_density = check_sparsity(sparsity), as_plain(budget), as_plain(min_density)
     pattern = check_pattern(Unstructured() if pattern is None else pattern)
     cost = as_cost(cost)
     if count not in ("targets", "model"):

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from spartan.scalars import as_plain
+
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda x: x,
     "cosine": lambda x: 0.5 - 0.5 * math.cos(math.pi * x),
@@ -63,29 +65,33 @@ class Delayed(Schedule):
         return f"{super().__repr__()} after {self.wait:g}"
 
 
+def _schedule(start: float, end: float, shape: str) -> Schedule:
+    return Schedule(float(as_plain(start)), float(as_plain(end)), shape)
+
+
 def linear(start: float, end: float) -> Schedule:
     """From start to end at an even pace."""
-    return Schedule(float(start), float(end), "linear")
+    return _schedule(start, end, "linear")
 
 
 def cosine(start: float, end: float) -> Schedule:
     """From start to end, slow at both ends: ½ − ½·cos(πx)."""
-    return Schedule(float(start), float(end), "cosine")
+    return _schedule(start, end, "cosine")
 
 
 def cubic(start: float, end: float) -> Schedule:
     """From start to end, fast at first: 1 − (1 − x)³, the pruning schedule of Zhu & Gupta (2018)."""
-    return Schedule(float(start), float(end), "cubic")
+    return _schedule(start, end, "cubic")
 
 
 def delayed(schedule: Schedule, wait: float) -> Schedule:
     """The same schedule, begun only after a fraction of the time: until then it is at its start."""
-    return Delayed(schedule.start, schedule.end, schedule.shape, wait=float(wait))
+    return Delayed(schedule.start, schedule.end, schedule.shape, wait=float(as_plain(wait)))
 
 
 def constant(value: float) -> Schedule:
     """The same value throughout."""
-    return Schedule(float(value), float(value), "constant")
+    return _schedule(value, value, "constant")
 
 
 def as_schedule(value: Schedule | float) -> Schedule:

@@ -14,6 +14,13 @@ from torch.optim import Optimizer
 KEY = "spartan"
 
 
+def taken_out(state: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """An optimizer's state without the sparsifier's, and that one; None where it holds none. For who saves both apart."""
+    first, *others = state["param_groups"]
+    plain = {key: value for key, value in first.items() if key != KEY}
+    return {**state, "param_groups": [plain, *others]}, first.get(KEY)
+
+
 class Riding:
     """The hooks of one optimizer.
 

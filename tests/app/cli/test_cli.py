@@ -240,7 +240,7 @@ def test_a_mistake_is_one_line(kind: str, tmp_path: Path) -> None:
         (["digit"], "'digit' is unknown (did you mean digits?)"),
         (["nowhere.yaml"], "there is no file nowhere.yaml"),
         (["--set", "epochs"], "write key=value"),
-        (["--set", "exclude=[1"], "cannot be read as a value"),
+        (["--set", "exclude=[1"], "'exclude=[1': the value cannot be read"),
         (["--set", "epochs.x=1"], "epochs is a value, not a section"),
         (["--resume", "nowhere"], "nowhere is no run folder"),
         (["--resume", "nowhere", "--set", "epochs=2"], "cannot be combined with --set"),

@@ -13,7 +13,7 @@ import spartan
 from spartan.app.commands import Sets, Target
 from spartan.app.report import compare as tables
 from spartan.app.report.page import write_report
-from spartan.app.runs import data_name, find_runs, read_run, result_line
+from spartan.app.runs import data_name, find_runs, number, read_run, result_line
 from spartan.app.terminal import is_plain, print_table
 from spartan.app.train import loop
 from spartan.app.train.config import Config, RecipeError, load_recipe, recipe_names, to_yaml
@@ -178,7 +178,10 @@ def evaluate(
     zeros = {name: int((w == 0).sum()) for name, w in weights.items() if w.ndim > 1}
     total, which = sum(weights[name].numel() for name in zeros), "weights in tensors of 2 or more dimensions"
     if summary is not None:
-        zeros = {layer["name"]: zeros[layer["name"]] for layer in summary["layers"]}
+        counted = [layer["name"] for layer in summary["layers"]]
+        if not set(counted) <= set(zeros) or number(summary["parameters"]) is None:
+            raise ValueError(f"{target / 'summary.json'} is damaged: its layers are not those of model.safetensors")
+        zeros = {name: zeros[name] for name in counted}
         total, which = int(summary["parameters"]), "counted weights"
     nonzero = total - sum(zeros.values())
     typer.echo(f"top-1     {scores['top1']:.2%}")

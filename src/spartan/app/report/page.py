@@ -109,6 +109,8 @@ def _notices(run: RunFolder) -> str:
     if run.damaged_lines:
         lines = "1 line {} and is" if run.damaged_lines == 1 else f"{run.damaged_lines} lines {{}} and are"
         texts.append(lines.format("of metrics.jsonl could not be read") + " left out.")
+    if run.damage:
+        texts.append(f"summary.json is damaged: {run.damage}.")
     if not run.recipe:
         texts.append("recipe.yaml could not be read.")
     return "".join(f'<p class="notice" role="note">{escape(t)}</p>' for t in texts)

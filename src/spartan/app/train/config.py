@@ -5,7 +5,7 @@ import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 from operator import attrgetter
@@ -14,13 +14,11 @@ from typing import Any, Literal
 
 import yaml
 
+from spartan.app.train.recipe_text import DEEPEST, LARGEST_NUMBER, is_small, parse_yaml, read_text, too_large
+from spartan.app.train.recipe_text import RecipeError as RecipeError
 from spartan.problem.costs import cost_by_name
 from spartan.problem.patterns import read_pattern
-from spartan.wording import nearest, one_line
-
-
-class RecipeError(ValueError):
-    """A recipe that cannot be run; the text says which key, what was given and what is accepted."""
+from spartan.wording import nearest, shortened
 
 
 @contextmanager
@@ -144,8 +142,16 @@ class Config:
         _check_ranges(self)
 
 
+# More than anybody means: steps that never end, or memory and processes that no machine has.
+LARGEST = {"epochs": 10**6, "batch_size": 10**7, "data.image_size": 10**4, "data.pad": 10**3, "data.cutout": 10**4}
+LARGEST |= {"data.workers": 10**3, "checkpoint_epochs": 10**9, "checkpoint_steps": 10**12}
+
+
 def _check_ranges(c: Config) -> None:
     """What types alone do not say."""
+    for key, most in LARGEST.items():
+        if (count := attrgetter(key)(c)) > most:
+            raise RecipeError(f"{key}: {count} is too large; it must be at most {most:,}")
     for key in ("epochs", "batch_size", "checkpoint_epochs", "data.image_size"):
         if (count := attrgetter(key)(c)) < 1:
             raise RecipeError(f"{key}: {count} is too small; it must be at least 1")
@@ -175,24 +181,6 @@ def _check_ranges(c: Config) -> None:
 # ---------------------------------------------------------------------- from YAML to Config
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads YAML without its numbers to the base 60: 2:4 is text, not 124."""
-
-
-def _decimal(loader: _Loader, node: yaml.ScalarNode) -> Any:
-    text = loader.construct_scalar(node)
-    return text if ":" in text else yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
-
-
-for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
-    _Loader.add_constructor(_tag, _decimal)
-
-
-def parse_yaml(text: str) -> Any:
-    """What YAML says, as recipes are read."""
-    return yaml.load(text, _Loader)
-
-
 def recipe_names() -> list[str]:
     """The built-in recipes."""
     folder = resources.files("spartan.app") / "recipes"
@@ -202,10 +190,8 @@ def recipe_names() -> list[str]:
 def load_recipe(recipe: str | Path, sets: Sequence[str] = ()) -> Config:
     """A built-in recipe by name, or a YAML file, with `key=value` settings on top (dots reach into sections)."""
     text, origin = _read(recipe)
-    try:
-        values = parse_yaml(text) or {}
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{origin} is not YAML: {one_line(error)}") from None
+    values = parse_yaml(text, origin)
+    values = {} if values is None else values
     if not isinstance(values, dict):
         raise RecipeError(f"{origin} must be a table of keys and values, not {type(values).__name__}")
     for setting in sets:
@@ -220,32 +206,43 @@ def _read(recipe: str | Path) -> tuple[str, str]:
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise RecipeError(f"recipe: there is no file {path}")
-        return path.read_text("utf-8"), str(path)
-    hint = nearest(recipe, recipe_names())
+        return read_text(path), str(path)
+    hint, recipe = nearest(recipe, recipe_names()), shortened(str(recipe))
     raise RecipeError(f"recipe: {recipe!r} is unknown{hint}; `spartan recipes` lists them, a path must end in .yaml")
 
 
 def _apply_setting(values: dict[str, Any], setting: str) -> None:
     key, equals, text = setting.partition("=")
     if not equals or not key:
-        raise RecipeError(f"--set {setting!r}: write key=value, such as --set epochs=20 or --set optimizer.lr=0.05")
+        raise RecipeError(
+            f"--set {_show(setting)}: write key=value, such as --set epochs=20 or --set optimizer.lr=0.05"
+        )
     *sections, last = key.strip().split(".")
+    if len(sections) > DEEPEST:
+        raise RecipeError(f"--set {_show(setting)}: more than {DEEPEST} levels, one inside the other")
     for section in sections:
         inner = values.setdefault(section, {})
         if not isinstance(inner, dict):
             raise RecipeError(f"{key}: {section} is a value, not a section")
         values = inner
-    try:
-        values[last] = _as_number(parse_yaml(text))
-    except yaml.YAMLError:
-        raise RecipeError(f"--set {setting!r}: {text!r} cannot be read as a value") from None
+    values[last] = _as_number(parse_yaml(text, f"--set {_show(setting)}: the value"), key)
 
 
-def _as_number(value: Any) -> Any:
+def _as_number(value: Any, key: str) -> Any:
     """YAML 1.1 reads 1e-4 as text; people mean the number."""
-    with suppress(ValueError):
-        return float(value) if isinstance(value, str) else value
-    return value
+    if not isinstance(value, str):
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    if not is_small(value, number):
+        raise RecipeError(f"{key}: {too_large(value)}")
+    return number
+
+
+def _show(value: Any) -> str:
+    return shortened(repr(value))
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
@@ -258,7 +255,9 @@ def _build_section(cls: type[Any], values: Mapping[str, Any], prefix: str) -> An
     known = [f.name for f in dataclasses.fields(cls)]
     for key in values:
         if key not in known:
-            raise RecipeError(f"{prefix}{key}: there is no such key{nearest(key, known)}")
+            raise RecipeError(
+                f"{prefix}{shortened(str(key))}: there is no such key{nearest(shortened(str(key)), known)}"
+            )
     return cls(**{key: _convert(hints[key], value, prefix + key) for key, value in values.items()})
 
 
@@ -266,7 +265,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     """The value as its type says, or an error."""
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise RecipeError(f"{key}: {value!r} must be a section with keys of its own")
+            raise RecipeError(f"{key}: {_show(value)} must be a section with keys of its own")
         return _build_section(typing.cast(type[Any], hint), value, key + ".")
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
@@ -279,30 +278,36 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
             except RecipeError:
                 if len(choices) == 1:
                     raise
-        raise RecipeError(f"{key}: {value!r} is not accepted; accepted: {_type_name(hint)}")
+        raise RecipeError(f"{key}: {_show(value)} is not accepted; accepted: {_type_name(hint)}")
     if origin is Literal:
         if value not in args:
-            raise RecipeError(f"{key}: {value!r} is not accepted{nearest(value, args)}; accepted: {_type_name(hint)}")
+            raise RecipeError(
+                f"{key}: {_show(value)} is not accepted{nearest(value, args)}; accepted: {_type_name(hint)}"
+            )
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)) or len(value) != len(args):
-            raise RecipeError(f"{key}: {value!r} must be a list of {len(args)} values")
+            raise RecipeError(f"{key}: {_show(value)} must be a list of {len(args)} values")
         return tuple(_convert(a, v, f"{key}[{i}]") for i, (a, v) in enumerate(zip(args, value, strict=True)))
     if origin is list:
         if not isinstance(value, list):
-            raise RecipeError(f"{key}: {value!r} must be a list")
+            raise RecipeError(f"{key}: {_show(value)} must be a list")
         return [_convert(args[0], v, f"{key}[{i}]") for i, v in enumerate(value)]
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise RecipeError(f"{key}: {value!r} must be a table of keys and values")
+            raise RecipeError(f"{key}: {_show(value)} must be a table of keys and values")
         return {str(k): v if args[1] is Any else _convert(args[1], v, f"{key}.{k}") for k, v in value.items()}
-    value = _as_number(value) if hint in (int, float) else value
+    value = _as_number(value, key) if hint in (int, float) else value
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint in (int, float) and number and not math.isfinite(value):
+        raise RecipeError(f"{key}: {value} is no number to count with; a finite one is needed")
+    if hint is int and number and not abs(value) < LARGEST_NUMBER:
+        raise RecipeError(f"{key}: {too_large(str(value))}")
     if (hint is float and number) or (hint is int and number and float(value).is_integer()):
         return hint(value)
     if hint in (str, bool) and isinstance(value, hint):
         return value
-    raise RecipeError(f"{key}: {value!r} is {type(value).__name__}; {_type_name(hint)} is needed")
+    raise RecipeError(f"{key}: {_show(value)} is {type(value).__name__}; {_type_name(hint)} is needed")
 
 
 def _type_name(hint: Any) -> str:

@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 import spartan
-from spartan.app.runs import INCIDENTAL, INCIDENTAL_DATA, is_finished, is_run, read_run
+from spartan.app.runs import INCIDENTAL, INCIDENTAL_DATA, RunFolder, fixed_settings, is_finished, is_run
 from spartan.app.train.config import Config, RecipeError, to_yaml
 from spartan.app.train.processes import current
 from spartan.disk import replace_file
+from spartan.wording import shortened
 
 if TYPE_CHECKING:
     from spartan.app.train.loop import Trainer
@@ -51,13 +52,15 @@ def choose_folder(recipe: str, config: Config, out: Path | None, again: bool) ->
 
 
 def _same_run(folder: Path, config: Config) -> bool:
-    return is_run(folder) and read_run(folder).config == config
+    with suppress(RecipeError):  # a damaged recipe is no run of this one
+        return is_run(folder) and RunFolder(folder).config == config
+    return False
 
 
 def check_resume_settings(sets: Sequence[str]) -> None:
     """A run that goes on may change where and how it is done, not what it computes."""
     free = [*INCIDENTAL, *(f"data.{key}" for key in INCIDENTAL_DATA)]
-    for key in (setting.partition("=")[0].strip() for setting in sets):
+    for key in (shortened(setting.partition("=")[0].strip()) for setting in sets):
         if key not in free:
             raise RecipeError(
                 f"--resume continues a run as it was started; it cannot be combined with --set {key}, but with --set of "
@@ -68,18 +71,35 @@ def check_resume_settings(sets: Sequence[str]) -> None:
 def create(out: Path, config: Config, device: torch.device, command: list[str]) -> None:
     """Make the folder with its recipe and environment, whole or not at all."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(f".{out.name}.{os.getpid()}")
+    aside = out.with_name(f".{out.name}.{os.getpid()}.{os.urandom(4).hex()}")
     aside.mkdir()
     try:
         replace_file(aside / "recipe.yaml", to_yaml(config).encode())
         replace_file(aside / "environment.json", json.dumps(environment(device, command), indent=1).encode())
         (aside / "checkpoints").mkdir()
-        if out.exists():
-            out.rmdir()  # empty, as was checked
-        aside.rename(out)
+        try:
+            if out.exists():
+                out.rmdir()  # empty, as was checked
+            aside.rename(out)
+        except OSError as error:
+            if is_run(out):  # by now: it was empty when the run was asked for
+                raise RecipeError(f"--out: {out} was taken meanwhile by another start; choose another folder") from None
+            raise error
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def check_recipe(out: Path, config: Config, checkpoint: str, saved: Mapping[str, Any]) -> None:
+    """RecipeError where recipe.yaml is no longer what a checkpoint was trained with."""
+    now = fixed_settings(config)
+    for key in now | dict(saved):
+        before, after = json.dumps(saved.get(key)), json.dumps(now.get(key))
+        if before != after and saved.get(key) != now.get(key):
+            raise RecipeError(
+                f"{out / 'recipe.yaml'}: {key} is {shortened(after)}, but the run was trained with {shortened(before)} up "
+                f"to {checkpoint}; put it back, or begin another run: spartan train {out / 'recipe.yaml'} --out NEW"
+            )
 
 
 @contextmanager

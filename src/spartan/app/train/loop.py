@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from spartan.app.runs import read_run
+from spartan.app.runs import fixed_settings, read_run
 from spartan.app.terminal import Display
 from spartan.app.train import checkpoint, folder
 from spartan.app.train.config import Config, RecipeError, load_recipe
@@ -224,6 +224,7 @@ class Trainer:
         """Everything that the future depends on."""
         state = {
             "step": self.step,
+            "recipe": fixed_settings(self.config),
             "scaler": self.scaler.state_dict(),
             # What each process has of its own.
             "own": self.us.gather({"rng": rng_state(self.device), "loss_sum": float(self.loss_sum)}),
@@ -292,7 +293,8 @@ def train(config: Config, out: Path, *, quiet: bool = False, command: list[str] 
     current().decide(check)
     trainer = Trainer(config)
     trainer.us.decide(lambda: folder.create(out, config, trainer.device, command or []))
-    with folder.locked(out) if trainer.us.first else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        trainer.us.decide(lambda: stack.enter_context(folder.locked(out)))
         return trainer.fit(out, quiet=quiet)
 
 
@@ -300,22 +302,30 @@ def resume(out: Path, sets: Sequence[str] = (), *, quiet: bool = False) -> dict[
     """Continue a run to its end: from its last good checkpoint, or from the start if it has none.
 
     On any number of processes, whatever the number before; they must all see the folder. `sets` may say where and how
-    it is done from now on, such as parallel=fsdp2.
+    it is done from now on, such as parallel=fsdp2. A recipe that is no longer what the checkpoint was trained with is
+    refused; without a checkpoint nothing was trained, and the run begins with the recipe that is there.
     """
     us = current()
-    run = us.decide(lambda: read_run(out))
-    if run.summary is not None:
-        return run.summary
-    trainer = Trainer(us.decide(lambda: load_recipe(out / "recipe.yaml", sets)))
+    summary = us.decide(lambda: read_run(out).summary)
+    if summary is not None:
+        return summary
 
     def last_good() -> Path | None:
-        path, _, trouble = checkpoint.load_newest(out, trainer.device) or (None, None, [])
+        path, state, trouble = checkpoint.load_newest(out, torch.device("cpu")) or (None, {}, [])
         for line in trouble:
             print(f"warning: {line}; continuing from the one before it", file=sys.stderr)
+        if path is not None:
+            folder.check_recipe(out, config, path.name, state["recipe"])
         return path
 
-    with folder.locked(out) if us.first else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        us.decide(lambda: stack.enter_context(folder.locked(out)))
+        summary = us.decide(lambda: read_run(out).summary)  # whoever had the lock before may have finished it
+        if summary is not None:
+            return summary
+        config = us.decide(lambda: load_recipe(out / "recipe.yaml", sets))
         path = us.decide(last_good)
+        trainer = Trainer(config)
         # The first process has checked every file; that is enough.
         offset = 0 if path is None else trainer.load(path, checkpoint.load(path, trainer.device, check=False))
         return trainer.fit(out, metrics_offset=offset, quiet=quiet)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,30 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from spartan.app.runs import read_metric
 from spartan.app.train.processes import Processes
+
+
+def _end_of(path: Path, offset: int) -> int:
+    """Where the lines end that belong to a checkpoint, which says that it was at `offset`; what is amiss is told.
+
+    Never further than there are lines: bytes that somebody cut off are not made up, and half a line would spoil the
+    next one.
+    """
+    end = damaged = 0
+    with path.open("rb") as file:
+        for line in file:
+            if end + len(line) > offset or not line.endswith(b"\n"):
+                break
+            end += len(line)
+            damaged += read_metric(line) is None
+    trouble = [f"{damaged} of its lines cannot be read"] if damaged else []
+    if end < offset:
+        trouble.append(f"it has {end:,} of the {offset:,} bytes that belong to the checkpoint")
+    if trouble:
+        how = "the run goes on, and its report lacks what is gone"
+        print(f"warning: {path} is damaged: {' and '.join(trouble)}; {how}", file=sys.stderr)
+    return end
 
 
 class Metrics:
@@ -31,7 +55,7 @@ class Metrics:
             self._file = (folder / "metrics.jsonl").open("ab")
             if offset is not None:
                 # What a killed run wrote after its last checkpoint will be written again.
-                self._file.truncate(offset)
+                self._file.truncate(_end_of(folder / "metrics.jsonl", offset))
             with warnings.catch_warnings(action="ignore"), contextlib.suppress(ImportError):  # where it is installed
                 from torch.utils.tensorboard import SummaryWriter
 

@@ -23,6 +23,7 @@ from spartan.app.train.data import Data
 from spartan.app.train.processes import Processes
 from spartan.distributed import is_dtensor
 from spartan.problem.patterns import read_pattern
+from spartan.state.riding import taken_out
 
 
 def distribute(config: Config, model: nn.Module, us: Processes) -> "WholeModel":
@@ -77,8 +78,12 @@ class WholeModel:
     def save(self, out: Path, step: int, plain: Plain, optimizer: Optimizer, sparsifier: Sparsifier) -> None:
         """Write a checkpoint; every process must call it, with the same plain values."""
         if self.us.first:
-            states: dict[str, Any] = {"model": self.model, "sparsifier": sparsifier, "optimizer": optimizer}
-            checkpoint.save(out, step, plain | {name: of.state_dict() for name, of in states.items()})
+            # The sparsifier's state rides in the optimizer's, too; one of them is enough.
+            trained, riding = taken_out(optimizer.state_dict())
+            sparse = sparsifier.state_dict() if riding is None else riding
+            checkpoint.save(
+                out, step, {**plain, "model": self.model.state_dict(), "sparsifier": sparse, "optimizer": trained}
+            )
 
     def wait(self) -> None:
         """Until everything that is saved is on disk."""

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import yaml
-
 from spartan.app.runs import epochs_done, identity, is_finished, is_run, read_run, result_line
 from spartan.app.terminal import ProgressBar
 from spartan.app.train.config import Config, RecipeError, load_recipe
 from spartan.app.train.processes import StopSignals
+from spartan.app.train.recipe_text import compose_yaml
+from spartan.wording import shortened
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ def split_values(text: str) -> list[str]:
     """`a,b,[c,d]` → a | b | [c,d]: commas inside brackets, braces and quotes do not separate. Empty if one has no value."""
     listed = f"[{text}]"
     try:
-        items = yaml.compose(listed, yaml.SafeLoader).value
-    except yaml.YAMLError:
+        items = compose_yaml(listed, "--set").value
+    except RecipeError:
         return []
     return [listed[item.start_mark.index : item.end_mark.index] for item in items] or [""]
 
@@ -58,7 +58,8 @@ def grid(sets: Sequence[str], seeds: int | None = None) -> list[tuple[str, ...]]
         key, equals, text = setting.partition("=")
         key, values = key.strip(), split_values(text)
         if not equals or not key or not values:
-            raise RecipeError(f"--set {setting!r}: write key=value or key=value,value, such as --set sparsity=.9,.95")
+            shown = shortened(repr(setting))
+            raise RecipeError(f"--set {shown}: write key=value or key=value,value, such as --set sparsity=.9,.95")
         if key in axes:
             raise RecipeError(f"--set {key} is given twice; write its values in one: --set {key}=a,b")
         axes[key] = values

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -141,23 +142,37 @@ def machine() -> str:
 def measured(
     case: Sequence[object], measure: Callable[[], dict[str, float]], kernels: Iterable[str]
 ) -> dict[str, float]:
-    """Seconds by kernel for a case, from the cache on disk or measured now; a damaged cache counts as empty.
+    """Seconds by kernel for a case, from the cache on disk or measured now; what is damaged there is told and replaced.
 
     Times of kernels other than `kernels` are of an older version and do not count.
     """
     path, key = cache_folder() / "choices.json", "; ".join(map(str, case))
-    times = _cached(path).get(key)
-    if times is None or not set(times) <= set(kernels):
-        times = measure()
+    kept, damaged = _cached(path)
+    times = kept.get(key)
+    if damaged:
+        warnings.warn(f"{path} is damaged: kernels whose times it lost are timed again", UserWarning, stacklevel=2)
+    if times is None or damaged or not set(times) <= set(kernels):
+        times = times if times is not None and set(times) <= set(kernels) else measure()
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, json.dumps(_cached(path) | {key: times}, indent=1).encode())
+            replace_file(path, json.dumps(_cached(path)[0] | {key: times}, indent=1).encode())
     return times
 
 
-def _cached(path: Path) -> dict[str, dict[str, float]]:
-    with contextlib.suppress(OSError, ValueError):
-        read = json.loads(path.read_text())
-        if isinstance(read, dict):
-            return {k: v for k, v in read.items() if isinstance(v, dict) and v}
-    return {}
+def _cached(path: Path) -> tuple[dict[str, dict[str, float]], bool]:
+    """The times that are on disk, by case, and whether any could not be read."""
+    try:
+        read = json.loads(path.read_text("utf-8"))
+    except OSError:
+        return {}, False
+    except (ValueError, RecursionError):
+        return {}, True
+    if not isinstance(read, dict):
+        return {}, True
+    kept = {case: times for case, times in read.items() if isinstance(times, dict) and times and _are_times(times)}
+    return kept, len(kept) < len(read)
+
+
+def _are_times(times: Mapping[str, object]) -> bool:
+    """Whether these are seconds; infinity is the time of a kernel that failed."""
+    return all(isinstance(t, (int, float)) and not isinstance(t, bool) and t >= 0 for t in times.values())

@@ -11,6 +11,7 @@ from spartan.distributed import is_dtensor
 from spartan.problem.costs.base import Cost
 from spartan.problem.flops import macs_per_parameter
 from spartan.problem.targets import Globs, Target, find_targets
+from spartan.scalars import as_plain
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Flops(Cost):
     counts_flops = True
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "value_power", as_plain(self.value_power))
         if not math.isfinite(self.value_power):
             raise ValueError(f"Flops: value_power={self.value_power!r}; a finite number is needed")
 

@@ -8,8 +8,10 @@ from torch import nn
 
 from spartan.problem.costs.base import Cost
 from spartan.problem.targets import Target, first_match, matches, some_names
+from spartan.scalars import takes_numbers
 
 
+@takes_numbers
 @dataclass(frozen=True)
 class CostTable(Cost):
     """Cost per parameter by name: the first glob that matches a target prices it."""

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from spartan.problem.patterns.base import Pattern
+from spartan.scalars import takes_numbers
 
 
+@takes_numbers
 @dataclass(frozen=True)
 class Block(Pattern):
     """Blocks of h × w entries of the weight seen as a matrix; −1 takes the whole of a side.
@@ -29,7 +31,7 @@ class Block(Pattern):
 
     def __post_init__(self) -> None:
         for name, side in (("h", self.h), ("w", self.w)):
-            if not isinstance(side, int) or (side < 1 and side != -1):
+            if isinstance(side, bool) or not isinstance(side, int) or (side < 1 and side != -1):
                 raise ValueError(f"Block: {name}={side!r}; a positive int, or -1 for the whole side, is needed")
 
     @classmethod

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from spartan.problem.patterns.base import Pattern
+from spartan.scalars import takes_numbers
 
 
+@takes_numbers
 @dataclass(frozen=True)
 class Heads(Pattern):
     """Whole attention heads: the query, key and value rows of one head live or die together.

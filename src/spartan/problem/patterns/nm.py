@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from spartan.distributed import held
 from spartan.problem.patterns.base import Pattern, Place, check_axes, in_runs
+from spartan.scalars import takes_numbers
 
 
+@takes_numbers
 @dataclass(frozen=True)
 class NM(Pattern):
     """n of every m consecutive weights along the inputs are kept; `NM(2, 4)` is what sparse tensor cores run.
