@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from spartan.problem.targets import clean_name, unwrap
+from spartan.problem.targets import name_cleaner, unwrap
 from spartan.step import look
 
 if TYPE_CHECKING:
@@ -50,8 +50,9 @@ class Average:
 
     def _rest(self) -> dict[str, nn.Parameter]:
         """The parameters that are no targets, by name."""
-        every = unwrap(self._sparsifier.model).named_parameters()
-        return {clean_name(name): p for name, p in every if id(p) not in self._targets}
+        model = unwrap(self._sparsifier.model)
+        clean = name_cleaner(model)
+        return {clean(name): p for name, p in model.named_parameters() if id(p) not in self._targets}
 
     @torch.no_grad()
     def update(self) -> None:
