@@ -5,7 +5,7 @@ to evaluate, save or export the average, masks are chosen for it as for θ itsel
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,28 @@ import torch
 from torch import Tensor, nn
 
 from spartan.problem.targets import name_cleaner, unwrap
+from spartan.solvers.theta import copy_all
 from spartan.step import look
+from spartan.step.run import Run
 
 if TYPE_CHECKING:
     from spartan.sparsifier import Sparsifier
+
+
+@torch.no_grad()
+def project(run: Run, thetas: Sequence[Tensor]) -> list[Tensor]:
+    """w of another θ, for the budgets of this moment; the model holds what it held before."""
+    targets, before, kept = run.problem.targets, run.weights.snapshot(), run.kept
+    copy_all([target.local for target in targets], thetas)
+    run.weights.take(range(len(targets)))
+    try:
+        run.solve()
+        run.weights.write(run.at)
+        return [target.local.clone() for target in targets]
+    finally:
+        run.weights.restore(before)
+        run.kept = kept
+        run.write(anew=False)
 
 
 class Average:
@@ -68,7 +86,7 @@ class Average:
         if self._sparsifier._final is not None:
             raise RuntimeError("the average after finalize(): the dense weights are gone. Take average.model() before.")
         run.check_model()
-        weights, own = self._projected(), [p.detach().clone() for p in rest.values()]
+        weights, own = project(run, self._thetas), [p.detach().clone() for p in rest.values()]
         self._sparsifier._lent = run.gradients.paused = True
         try:
             with torch.no_grad():
@@ -82,22 +100,6 @@ class Average:
             with torch.no_grad():
                 for parameter, x in zip(rest.values(), own, strict=True):
                     parameter.copy_(x)
-            run.write()
-
-    @torch.no_grad()
-    def _projected(self) -> list[Tensor]:
-        """w of the averaged θ, for the budgets of this moment."""
-        run, every = self._run, range(len(self._run.problem.targets))
-        before = run.weights.snapshot()
-        for target, theta in zip(run.problem.targets, self._thetas, strict=True):
-            target.local.copy_(theta)
-        run.weights.take(every)
-        try:
-            run.solve()
-            run.weights.write(run.at)
-            return [target.local.clone() for target in run.problem.targets]
-        finally:
-            run.weights.restore(before)
             run.write()
 
     def model(self) -> nn.Module:

@@ -102,7 +102,7 @@ def held(parameter: Any) -> list[Tensor]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether this is what torch.compile puts around a module. Importing its class takes long; where nobody has, there is none."""
+    """Whether this is what torch.compile puts around a module. As with DTensors, importing its class takes long."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
@@ -195,7 +195,8 @@ def _lost(size: int, error: RuntimeError) -> str:
     return (
         f"the sparsifier waited for {size} processes that share its weights, and not all of them came: a worker died, "
         "fell behind by more than the time-out of torch.distributed.init_process_group(timeout=…), or left out a call "
-        f"that every process must make (optimizer.step(), sparsifier.backward(), state_dict()). torch says: {error}"
+        "that every process must make (Sparsifier(), optimizer.step(), sparsifier.backward(), state_dict()). "
+        f"torch says: {error}"
     )
 
 
@@ -228,12 +229,12 @@ def check_same(settings: Mapping[str, Any], model: nn.Module) -> None:
         except RuntimeError as error:
             raise RuntimeError(_lost(size, error)) from error
         ranks = dist.get_process_group_ranks(group)
-        for key in mine:
-            for rank, its in zip(ranks, everyone, strict=True):
-                if its[key] != everyone[0][key]:
+        for rank, its in zip(ranks, everyone, strict=True):
+            for key, value in everyone[0].items():
+                if its[key] != value:
                     raise ValueError(
-                        f"{key}={everyone[0][key]} in process {ranks[0]} and {key}={its[key]} in process {rank}, which train "
-                        "one model: build the sparsifier with the same arguments in every process"
+                        f"{key}={value} in process {ranks[0]} and {key}={its[key]} in process {rank}, which train one "
+                        "model: build the sparsifier with the same arguments in every process"
                     )
 
 

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -203,7 +204,7 @@ def test_conjugate_and_negative_views_are_no_other_names(tmp_path: Path) -> None
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
-    inner = torch.compile(Holder(weight=torch.ones(2)))
+    inner: Any = torch.compile(Holder(weight=torch.ones(2)))
     inner._buffers["weight"] = torch.zeros(2)  # beside the module that is compiled
     with pytest.raises(ValueError, match="two tensors have the name 0.weight"):
         save(nn.Sequential(inner), tmp_path / "x")
@@ -212,7 +213,7 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 def test_only_the_layers_of_wrappers_lose_their_names(tmp_path: Path) -> None:
     """Modules of one's own may be called as those inside torch.compile and DistributedDataParallel are."""
-    own = Holder(weight=torch.ones(2))
+    own: Any = Holder(weight=torch.ones(2))
     own._orig_mod = Holder(weight=torch.zeros(2))
     own.module = torch.compile(Holder(weight=torch.full((2,), 2.0)))
     save(own, tmp_path / "x")

@@ -10,10 +10,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from spartan.distributed import local
 from spartan.problem.targets import Target
 
 Step = Callable[[Optimizer, Callable[..., Any], Callable[[], Any] | None], Any]
@@ -167,6 +168,21 @@ def _wrap_first_step(sam: Any, mine: Attachment) -> Callable[[], None]:
         sam.__dict__.pop("first_step", None)
 
     return undo
+
+
+def only_creates_state(optimizer: Optimizer, agree: Callable[[int | None], int | None]) -> bool:
+    """Whether a step moves no weight and only makes the optimizer's state, to be saved or loaded into.
+
+    torch.distributed.checkpoint makes one, with learning rates and gradients of zero. A first step of a schedule that
+    begins at zero has other gradients, if not on every process that holds shards: `agree` asks them all.
+    """
+    if optimizer.state:
+        return False
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    if any(rate is None or (isinstance(rate, Tensor) and rate.device.type != "cpu") or rate != 0 for rate in rates):
+        return False
+    grads = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return agree(0 if not grads or any(bool(grad.any()) for grad in grads) else None) is None
 
 
 def wrap_step(optimizer: Optimizer, step: Step) -> Callable[[], None]:
