@@ -244,23 +244,19 @@ class Follower:
 
 def _parts(averaged: Any) -> tuple[Any, nn.Module, nn.Module]:
     """Who is told to update, what it is known by, and the copy of the model that it averages into."""
-    inner = getattr(averaged, "_average_model", None)  # Lightning's callbacks
-    if isinstance(inner, nn.Module):
-        holder = inner if hasattr(type(inner), "update_parameters") else averaged
-        module = inner.module if holder is inner else inner
-    else:
-        holder, module = averaged, getattr(averaged, "module", None) or getattr(averaged, "ema", None)
-        inner = averaged
+    callback = hasattr(averaged, "_average_model")  # of Lightning's
+    known: Any = averaged._average_model if callback else averaged
+    inside = [getattr(known, name, None) for name in ("module", "ema")]
+    module = next((x for x in inside if isinstance(x, nn.Module)), known if callback else None)
+    holder = averaged if module is known else known
     if not isinstance(module, nn.Module) or not any(hasattr(type(holder), name) for name in UPDATES):
-        later = " It makes its average when fitting begins: call follow() in on_fit_start." * hasattr(
-            averaged, "_average_model"
-        )
+        later = " It makes its average when fitting begins: call follow() in on_fit_start." if callback else ""
         raise ValueError(
             f"follow() got {type(averaged).__name__}; an averaged model is needed that has a copy of the model in `module` "
             "and is updated by update_parameters(model) or update(model), as torch's AveragedModel and timm's ModelEmaV3 "
             f"are, or Lightning's callback that averages weights.{later} sparsifier.ema(decay) is an average of its own."
         )
-    return holder, inner, module
+    return holder, known, module
 
 
 def _counterparts(module: nn.Module, model: nn.Module) -> dict[str, nn.Parameter] | None:
