@@ -173,3 +173,22 @@ def test_a_module_of_ones_own_keeps_the_name_that_wrappers_use(name: str) -> Non
         again = spartan.remask(copy.deepcopy(alone), like=like)
         both = (each.get_parameter(f"{name}.weight") == 0 for each in (again, sparse))
         assert torch.equal(*both)
+
+
+def test_stats_count_the_zeros_that_are_there() -> None:
+    """Not those that were planned; counted when asked, at any time."""
+    model = net()
+    sparsifier = Sparsifier(model, 0.9, 10, "imp", warmup=0.0)
+    weights = [model.get_parameter(name) for name in ("0.weight", "2.weight")]
+    total = sum(w.numel() for w in weights)
+
+    def held() -> float:
+        return sum(int((w == 0).sum()) for w in weights) / total
+
+    stats = sparsifier.stats
+    assert stats.zeros == held() == pytest.approx(1 - stats.density)
+    weights[0].data[:, :16] = 1.0
+    assert stats.zeros == sparsifier.stats.zeros == held() < 0.6
+    assert stats.density < 0.11
+    assert copy.deepcopy(stats) == stats
+    assert "_targets" not in vars(copy.deepcopy(stats))

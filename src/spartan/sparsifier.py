@@ -38,7 +38,7 @@ from spartan.step import look
 from spartan.step.notices import Notices, sparse_already
 from spartan.step.run import Run
 from spartan.step.stats import Layer, Stats, describe, progress_of
-from spartan.step.wrap import MARK, Attachment, add_learned, remove_learned
+from spartan.step.wrap import Attachment, add_learned, remove_learned
 from spartan.stepping import check_alive, step
 
 
@@ -200,7 +200,7 @@ class Sparsifier:
             add_learned(first, learned, self.method.learned_options)
         self._run.gradients.paused = False
         if self._run.problem.ranks.alone and hasattr(first, "register_state_dict_post_hook"):
-            self._riding = Riding(first, self.state_dict, self.load_state_dict, MARK)
+            self._riding = Riding(first, self.state_dict, self.load_state_dict)
         return self
 
     def detach(self) -> "Sparsifier":

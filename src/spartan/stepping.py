@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 
 from spartan.following import check_callbacks
@@ -25,16 +26,20 @@ def step(
             "this optimizer is a copy of one that a sparsifier is attached to. Copy model, optimizer and sparsifier "
             "together, or attach() a sparsifier of its own to the copy."
         )
+    mine = [i for i, j in enumerate(self._owner) if j == me]
     if closure is None and only_creates_state(optimizer, run.guard.agree):
-        update()
-        return run.write(anew=False)
+        with torch.no_grad():
+            run.weights.put(mine)  # the state is that of θ, which stays as it is
+        try:
+            return update()
+        finally:
+            run.write(anew=False)
     self._notices.begin()
     check_callbacks(self)
     run.guard.look()
     if self.method.identity:
         result = update() if closure is None else update(closure)
     else:
-        mine = [i for i, j in enumerate(self._owner) if j == me]
         result = run.step(optimizer, mine, update, closure)
     run.finish(optimizer, not skipped(optimizer) and self._attachment.advances(me))
     self._notices.look(run)

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
+import spartan
 from spartan import Flops, Sparsifier, prune
 from tests.distributed.cases import STEPS, Case, batch, run, shard, train, weights, whole
 from tests.distributed.workers import on
@@ -196,8 +198,64 @@ def masks(rank: int) -> bool:
     return kept and one.mask_histogram() == many.mask_histogram()
 
 
+def created_state(how: str) -> tuple[bool, dict[str, Tensor]]:
+    """torch.distributed.checkpoint makes a step of its own to have state, which is none of ours; then all goes on."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model: Any = shard(CASE.model(), how)
+    s, o = CASE.sparsifier(model)
+    before, dense = weights(model), {n: whole(x["theta"]).clone() for n, x in s.state_dict()["weights"].items()}
+    found = get_state_dict(model, o)
+    set_state_dict(model, o, model_state_dict=found[0], optim_state_dict=found[1])
+    after = {n: whole(x["theta"]) for n, x in s.state_dict()["weights"].items()}
+    untouched = s.stats.step == 0 and all(torch.equal(dense[n], after[n]) for n in dense)
+    untouched = untouched and all(torch.equal(x, before[n]) for n, x in weights(model).items())
+    return untouched, list(train(model, s, o, how))[-1]
+
+
+def created_states(rank: int) -> bool:
+    (first, alone), *others = (created_state(how) for how in ("alone", "ddp", "fsdp"))
+    return first and all(good and same(alone, found) for good, found in others)
+
+
+def counted(rank: int) -> bool:
+    """The zeros of all shards, and the average of θ in shards."""
+    expected, alone = run(CASE, "alone")
+    found = {}
+    for how in ("ddp", "fsdp"):
+        model: Any = shard(CASE.model(), how)
+        s, o = CASE.sparsifier(model)
+        average = s.ema(0.0)  # the present θ
+        list(train(model, s, o, how))
+        with average.applied():
+            projected = weights(model)
+        kept = [layer.kept for layer in s.layers()]
+        found[how] = same(expected[-1], projected) and s.stats.zeros == alone.stats.zeros
+        found[how] = found[how] and kept == [layer.kept for layer in alone.layers()]
+    return all(found.values())
+
+
+def followed(rank: int) -> bool:
+    """An average of the model inside DDP is as one process has it."""
+    found = []
+    for how in ("alone", "ddp"):
+        model: Any = shard(CASE.model(), how)
+        averaged = AveragedModel(model.module if how == "ddp" else model)
+        s, o = CASE.sparsifier(model)
+        s.follow(averaged)
+        for _ in train(model, s, o, how):
+            averaged.update_parameters(model)
+        s.finalize()
+        spartan.verify(averaged.module, 0.7)
+        found.append(weights(averaged.module))
+    return same(*found)
+
+
 def often(rank: int) -> dict[str, bool]:
     return {
+        "created state": created_states(rank),
+        "counted": counted(rank),
+        "followed": followed(rank),
         "fsdp accumulates": accumulated(rank, "fsdp"),
         "uneven inputs": uneven_inputs(rank),
         "insured": insured(rank),

@@ -18,8 +18,9 @@ from spartan.distributed import local
 from spartan.problem.targets import Target
 
 Step = Callable[[Optimizer, Callable[..., Any], Callable[[], Any] | None], Any]
-# In the first parameter group of an attached optimizer, so that a copy of it can be told.
-MARK = "spartan_attached"
+# True under this key in the first parameter group of an attached optimizer, so that a copy of it can be told. What the
+# optimizer saves has the sparsifier's state there: torch.distributed.checkpoint loads only keys that the group has.
+MARK = "spartan"
 
 
 class Attachment:
@@ -54,11 +55,11 @@ class Attachment:
 
         self.released = False
         for optimizer in inner:
-            if optimizer.param_groups[0].get(MARK) and optimizer not in _ATTACHED:
+            if optimizer.param_groups[0].get(MARK) is True and optimizer not in _ATTACHED:
                 optimizer.__dict__.pop("step", None)  # copied with the optimizer, and bound to another sparsifier
         self._undo = [wrap_step(optimizer, in_step) for optimizer in inner]
         for optimizer in inner:
-            optimizer.param_groups[0][MARK] = True
+            optimizer.param_groups[0].setdefault(MARK, True)  # a state may wait there
         _ATTACHED.update([*inner, *self.outer])
         for optimizer in self.outer:
             if hasattr(optimizer, "_optimizer_original_step_method"):  # accelerate keeps the step it saw first
@@ -108,7 +109,7 @@ def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 continue
             name = next(t.name for t in mine.targets if t.parameter is parameter)
             raise RuntimeError(_why_not(optimizer, mine, name))
-    if optimizer.param_groups and optimizer.param_groups[0].get(MARK) and optimizer not in _ATTACHED:
+    if optimizer.param_groups and optimizer.param_groups[0].get(MARK) is True and optimizer not in _ATTACHED:
         raise RuntimeError(
             f"this {type(optimizer).__name__} is a copy of an optimizer that a sparsifier is attached to, and would train "
             "its model dense. Copy or pickle model, optimizer and sparsifier together, or attach() a sparsifier to it."
