@@ -31,6 +31,7 @@ class Target:
     axes: Axes = PLAIN
     is_weight: bool = True  # of a layer that is made sparse by default
     embeds: bool = False  # whether an embedding looks it up, alone or beside a layer that it is tied to
+    sparse_gradient: bool = False  # whether one does that has been asked for gradients of the rows it looked up only
 
     def __post_init__(self) -> None:
         self.dtype, self.device = self.parameter.dtype, self.parameter.device  # as they were when it was found
@@ -206,6 +207,7 @@ def all_parameters(model: nn.Module) -> list[Target]:
         target = found[id(parameter)]
         target.names += (clean(name),)
         target.embeds |= is_embedding(owner)
+        target.sparse_gradient |= is_embedding(owner) and bool(getattr(owner, "sparse", False))
         # A weight shared by a Linear and an Embedding has the axes of the Linear's.
         if axes is not None and not target.is_weight:
             target.owner, target.attribute, target.axes, target.is_weight = owner, attribute, axes, True

@@ -44,6 +44,12 @@ class GradientState:
     """
 
     def __init__(self, targets: Sequence[Target], turn: Callable[[], None], model: nn.Module) -> None:
+        for target in targets:
+            if target.sparse_gradient:
+                raise ValueError(
+                    f"{target.name} belongs to an embedding with sparse=True, whose gradient is a sparse tensor; the one "
+                    "for its dense weights is not. Build the layer with sparse=False, or exclude it."
+                )
         self._targets, self._turn = list(targets), weakref.WeakMethod(turn)
         self._records: list[_Record | None] = [None] * len(targets)
         self._aside: list[Tensor | None] = [None] * len(targets)  # gradients for θ, while others are accumulated
