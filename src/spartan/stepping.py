@@ -35,11 +35,11 @@ def step(
         finally:
             run.write(anew=False)
     self._notices.begin()
-    check_callbacks(self)
     run.guard.look()
     if self.method.identity:
         result = update() if closure is None else update(closure)
     else:
+        check_callbacks(self)
         result = run.step(optimizer, mine, update, closure)
     run.finish(optimizer, not skipped(optimizer) and self._attachment.advances(me))
     self._notices.look(run)
