@@ -154,7 +154,10 @@ class Sparsifier:
         self._followers: list[Follower] = []
         self._waiting: list[Any] = []  # averages of a loaded state that nobody has asked to follow yet
         self._final: tuple[Stats, list[Layer], str] | None = None
-        self._run.write()
+        if found is not None and found.refused:
+            self._run.guard.written()  # what the first step will refuse to destroy stays as it is
+        else:
+            self._run.write()
 
     @classmethod
     def from_sparse(

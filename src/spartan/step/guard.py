@@ -107,7 +107,8 @@ class Guard:
             raise RuntimeError(
                 f"{self.targets[bad].name} was changed outside the optimizer step. After model.load_state_dict(), also call "
                 "sparsifier.load_state_dict() with the state saved beside it; to set weights by hand, or to put an average "
-                "of them in, do so inside `with sparsifier.dense_weights():`; to train, attach() the optimizer that does."
+                "of them in, do so inside `with sparsifier.dense_weights():` (sparsifier.ema() and sparsifier.follow() keep "
+                "averages that are sparse); to train, attach() the optimizer that does."
             )
         self.written()
 
