@@ -215,6 +215,8 @@ def check_same(settings: Mapping[str, Any], model: nn.Module) -> None:
 
     Under DDP these are its replicas; where weights lie in shards, those of their mesh.
     """
+    if not (dist.is_available() and dist.is_initialized() and isinstance(model, nn.Module)):
+        return
     ddp = replicas(model)
     shard: Any = next((p for p in model.parameters() if is_dtensor(p)), None)
     groups = [] if ddp is None else [ddp.process_group]
