@@ -25,6 +25,7 @@ from torch import nn
 
 import spartan
 from spartan.app.train.config import load_recipe
+from spartan.following import release
 from spartan.zoo import build_model
 
 
@@ -113,8 +114,7 @@ def one(
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if x.device.type == "cuda" else 0.0
     sparsifier.detach()
     run.weights.drop()
-    for target in run.problem.targets:  # the model goes to the next one
-        spartan.sparsifier._OWNERS.pop(target.parameter, None)
+    release(run.problem.targets)  # the model goes to the next one
     run.gradients.close()
     return ms, peak
 

@@ -189,6 +189,7 @@ class TestSparseAlready:
             ValueError, match=rf"80.\d% of the weights were zero already.*{method!r}.*load_state_dict.*from_sparse"
         ):
             train(model, optimizer, range(1))
+        assert same([p.detach() for p in model.parameters()], before)
         with sparsifier.dense_weights():
             assert same([p.detach() for p in model.parameters()], before)
 

@@ -388,3 +388,27 @@ class TestNotices:
         model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
         Sparsifier(model, 0.9995, 10, "imp", warmup=0.0, budget="uniform").finalize()
         Sparsifier(self.lopsided(), 0.9, 10, "imp", warmup=0.0, min_density=0.01).finalize()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_sparse_gradients(tied: bool) -> None:
+    """Of an embedding that is a target they are refused; beside the targets they are nobody's business."""
+    model = nn.Sequential(nn.Embedding(50, 16, sparse=True), nn.Linear(16, 50))
+    if tied:
+        model[1].weight = model[0].weight
+    with pytest.raises(
+        ValueError, match=r"0\.weight belongs to an embedding with sparse=True.*sparse=False, or exclude"
+    ):
+        Sparsifier(model, 0.5, 4, include="0.weight")
+    if tied:
+        return
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsifier = Sparsifier(model, 0.5, 4).attach(optimizer)
+    for _ in range(4):
+        model(torch.arange(8)).square().mean().backward()
+        assert model[0].weight.grad is not None
+        assert model[0].weight.grad.is_sparse
+        optimizer.step()
+        optimizer.zero_grad()
+    sparsifier.finalize()
+    spartan.verify(model, 0.5)

@@ -10,7 +10,7 @@ from torch.optim import LBFGS, SGD, Adam, Optimizer
 
 from spartan import Sparsifier
 from spartan.methods.imp import IMP
-from tests.training import METHODS, WEIGHTS, exactly_sparse, loss_of, net, same, setup, thetas, train, values
+from tests.training import METHODS, WEIGHTS, close, exactly_sparse, loss_of, net, same, setup, thetas, train, values
 
 each_method = pytest.mark.parametrize("method", METHODS)
 
@@ -45,6 +45,56 @@ def test_closure_equals_no_closure(method: str, maker: str) -> None:
         train(twin, plain, 1, step)
         assert same(values(model), values(twin))
         assert exactly_sparse(sparsifier)
+
+
+class Looks(SGD):
+    """Looks at gradients before it asks for the loss, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen = [p.grad.clone() for p in self.param_groups[0]["params"]]
+        loss = None if closure is None else closure()
+        super().step()
+        return loss
+
+
+@each_method
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("start", [0, 6, 17])
+def test_gradients_from_before_a_closure_are_turned_too(method: str, by_hand: bool, start: int) -> None:
+    """Whether a backward has left them or somebody has written them; once, also where the closure adds to them."""
+    seen, left = [], []
+    for kind in ("plain", "closure"):
+        model = net()
+        optimizer = Looks(model.parameters(), lr=0.1)
+        Sparsifier(model, 0.75, 20, method).attach(optimizer)
+        train(model, optimizer, start)
+        raw = torch.autograd.grad(loss_of(model, 30), list(model.parameters()))
+        if by_hand:
+            for p, grad in zip(model.parameters(), raw, strict=True):
+                p.grad = grad.clone()
+        else:
+            loss_of(model, 30).backward()
+
+        def add(model: Any = model) -> torch.Tensor:
+            loss = loss_of(model, 31)
+            loss.backward()
+            return loss
+
+        if kind == "closure":
+            optimizer.step(add)
+        else:
+            optimizer.step()
+        seen.append(optimizer.seen)
+        left.append(values(model))
+        assert start < 17 or not torch.equal(optimizer.seen[0], raw[0])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    together = net()
+    optimizer = Looks(together.parameters(), lr=0.1)
+    Sparsifier(together, 0.75, 20, method).attach(optimizer)
+    train(together, optimizer, start)
+    (loss_of(together, 30) + loss_of(together, 31)).backward()
+    optimizer.step()
+    close(left[1], values(together))
 
 
 @each_method

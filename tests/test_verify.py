@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,45 @@ class TestRemask:
         with pytest.raises(ValueError, match="damaged"):
             spartan.remask(model, like=file)
         assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["_orig_mod", "module"])
+def test_a_module_of_ones_own_keeps_the_name_that_wrappers_use(name: str) -> None:
+    """Only what torch.compile and DistributedDataParallel put around a model is left out."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module(name, nn.Linear(8, 8))
+            self.head = nn.Linear(8, 8)
+
+    model = Own()
+    sparsifier = Sparsifier(model, 0.5, 10, warmup=0.0)
+    assert [layer.name for layer in sparsifier.layers()] == [f"{name}.weight", "head.weight"]
+    assert set(spartan.verify(spartan.prune(Own(), 0.5), 0.5).layers) == {f"{name}.weight", "head.weight"}
+    alone = nn.Sequential()
+    alone.add_module(name, nn.Linear(8, 8))  # every name begins with that of a wrapper
+    sparse = spartan.prune(copy.deepcopy(alone), 0.5)
+    for like in (sparse, sparse.state_dict(), {f"module._orig_mod.{n}": x for n, x in sparse.state_dict().items()}):
+        again = spartan.remask(copy.deepcopy(alone), like=like)
+        both = (each.get_parameter(f"{name}.weight") == 0 for each in (again, sparse))
+        assert torch.equal(*both)
+
+
+def test_stats_count_the_zeros_that_are_there() -> None:
+    """Not those that were planned; counted when asked, at any time."""
+    model = net()
+    sparsifier = Sparsifier(model, 0.9, 10, "imp", warmup=0.0)
+    weights = [model.get_parameter(name) for name in ("0.weight", "2.weight")]
+    total = sum(w.numel() for w in weights)
+
+    def held() -> float:
+        return sum(int((w == 0).sum()) for w in weights) / total
+
+    stats = sparsifier.stats
+    assert stats.zeros == held() == pytest.approx(1 - stats.density)
+    weights[0].data[:, :16] = 1.0
+    assert stats.zeros == sparsifier.stats.zeros == held() < 0.6
+    assert stats.density < 0.11
+    assert copy.deepcopy(stats) == stats
+    assert "_targets" not in vars(copy.deepcopy(stats))

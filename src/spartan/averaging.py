@@ -5,19 +5,38 @@ to evaluate, save or export the average, masks are chosen for it as for θ itsel
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from spartan.problem.targets import clean_name, unwrap
+from spartan.distributed import like, local
+from spartan.problem.targets import name_cleaner, unwrap
 from spartan.scalars import as_plain
+from spartan.solvers.theta import copy_all
 from spartan.step import look
+from spartan.step.run import Run
 
 if TYPE_CHECKING:
     from spartan.sparsifier import Sparsifier
+
+
+@torch.no_grad()
+def project(run: Run, thetas: Sequence[Tensor]) -> list[Tensor]:
+    """w of another θ, for the budgets of this moment; the model holds what it held before."""
+    targets, before, kept = run.problem.targets, run.weights.snapshot(), run.kept
+    copy_all([target.local for target in targets], thetas)
+    run.weights.take(range(len(targets)))
+    try:
+        run.solve()
+        run.weights.write(run.at)
+        return [target.local.clone() for target in targets]
+    finally:
+        run.weights.restore(before)
+        run.kept = kept
+        run.write(anew=False)
 
 
 class Average:
@@ -48,57 +67,43 @@ class Average:
         self._sparsifier, self._run = sparsifier, sparsifier._run
         self._targets = {id(t.parameter) for t in self._run.problem.targets}
         self._thetas = [theta.clone() for theta in look.thetas(self._run.weights)]
-        self._others = {name: p.detach().clone() for name, p in self._rest().items()}
+        self._others = {name: local(p).detach().clone() for name, p in self._rest().items()}
 
     def _rest(self) -> dict[str, nn.Parameter]:
         """The parameters that are no targets, by name."""
-        every = unwrap(self._sparsifier.model).named_parameters()
-        return {clean_name(name): p for name, p in every if id(p) not in self._targets}
+        model = unwrap(self._sparsifier.model)
+        clean = name_cleaner(model)
+        return {clean(name): p for name, p in model.named_parameters() if id(p) not in self._targets}
 
     @torch.no_grad()
     def update(self) -> None:
         """Move towards the present weights; the sparsifier does so after each step."""
         self.steps += 1
-        now = [*look.thetas(self._run.weights), *(p.detach() for p in self._rest().values())]
+        now = [*look.thetas(self._run.weights), *(local(p).detach() for p in self._rest().values())]
         torch._foreach_lerp_([*self._thetas, *self._others.values()], now, 1.0 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
         """Inside, the model holds the average, projected: exactly as sparse as it is asked to be. Then its own weights."""
-        run, rest = self._run, self._rest()
+        run = self._run
         if self._sparsifier._final is not None:
             raise RuntimeError("the average after finalize(): the dense weights are gone. Take average.model() before.")
         run.check_model()
-        weights, own = self._projected(), [p.detach().clone() for p in rest.values()]
+        weights, rest = project(run, self._thetas), [local(p).detach() for p in self._rest().values()]
+        own = [x.clone() for x in rest]
         self._sparsifier._lent = run.gradients.paused = True
         try:
             with torch.no_grad():
                 for target, w in zip(run.problem.targets, weights, strict=True):
                     target.local.copy_(w)
-                for parameter, x in zip(rest.values(), self._others.values(), strict=True):
-                    parameter.copy_(x)
+                for mine, x in zip(rest, self._others.values(), strict=True):
+                    mine.copy_(x)
             yield self._sparsifier.model
         finally:
             self._sparsifier._lent = run.gradients.paused = False
             with torch.no_grad():
-                for parameter, x in zip(rest.values(), own, strict=True):
-                    parameter.copy_(x)
-            run.write()
-
-    @torch.no_grad()
-    def _projected(self) -> list[Tensor]:
-        """w of the averaged θ, for the budgets of this moment."""
-        run, every = self._run, range(len(self._run.problem.targets))
-        before = run.weights.snapshot()
-        for target, theta in zip(run.problem.targets, self._thetas, strict=True):
-            target.local.copy_(theta)
-        run.weights.take(every)
-        try:
-            run.solve()
-            run.weights.write(run.at)
-            return [target.local.clone() for target in run.problem.targets]
-        finally:
-            run.weights.restore(before)
+                for mine, x in zip(rest, own, strict=True):
+                    mine.copy_(x)
             run.write()
 
     def model(self) -> nn.Module:
@@ -108,8 +113,9 @@ class Average:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs; tensors are not copied."""
-        names = (t.name for t in self._run.problem.targets)
-        return {"steps": self.steps, "theta": dict(zip(names, self._thetas, strict=True)), "others": dict(self._others)}
+        rest, pairs = self._rest(), zip(self._run.problem.targets, self._thetas, strict=True)
+        thetas = {target.name: like(target.parameter, theta) for target, theta in pairs}
+        return {"steps": self.steps, "theta": thetas, "others": {n: like(rest[n], x) for n, x in self._others.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -119,6 +125,6 @@ class Average:
             raise ValueError("the state of the average belongs to another model; pass what its state_dict() gave")
         self.steps = int(state["steps"])
         for name, theta in zip(names, self._thetas, strict=True):
-            theta.copy_(state["theta"][name])
+            theta.copy_(local(state["theta"][name]))
         for name, x in self._others.items():
-            x.copy_(state["others"][name])
+            x.copy_(local(state["others"][name]))

@@ -5,7 +5,7 @@ flag.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,13 +101,18 @@ def held(parameter: Any) -> list[Tensor]:
     return found
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this is what torch.compile puts around a module. As with DTensors, importing its class takes long."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
 def replicas(model: nn.Module) -> DistributedDataParallel | None:
     """The DDP around a model, possibly compiled; None where there is none, or one process only."""
-    while not isinstance(model, DistributedDataParallel):
-        inner = getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return None
-        model = inner
+    while is_compiled(model):
+        model = model._orig_mod  # type: ignore[assignment]
+    if not isinstance(model, DistributedDataParallel):
+        return None
     return model if dist.get_world_size(model.process_group) > 1 else None
 
 
@@ -190,7 +195,8 @@ def _lost(size: int, error: RuntimeError) -> str:
     return (
         f"the sparsifier waited for {size} processes that share its weights, and not all of them came: a worker died, "
         "fell behind by more than the time-out of torch.distributed.init_process_group(timeout=…), or left out a call "
-        f"that every process must make (optimizer.step(), sparsifier.backward(), state_dict()). torch says: {error}"
+        "that every process must make (Sparsifier(), optimizer.step(), sparsifier.backward(), state_dict()). "
+        f"torch says: {error}"
     )
 
 
@@ -202,6 +208,36 @@ def broadcast_from_first(numbers: Sequence[float], group: Any, device: torch.dev
     except RuntimeError as error:
         raise RuntimeError(_lost(dist.get_world_size(group), error)) from error
     return told.tolist()
+
+
+def check_same(settings: Mapping[str, Any], model: nn.Module) -> None:
+    """Refuse settings that differ between the processes that train a model together, on all of them.
+
+    Under DDP these are its replicas; where weights lie in shards, those of their mesh.
+    """
+    if not (dist.is_available() and dist.is_initialized() and isinstance(model, nn.Module)):
+        return
+    ddp = replicas(model)
+    shard: Any = next((p for p in model.parameters() if is_dtensor(p)), None)
+    groups = [] if ddp is None else [ddp.process_group]
+    groups += [] if shard is None else [shard.device_mesh.get_group(d) for d in range(shard.device_mesh.ndim)]
+    mine = {key: repr(value) for key, value in settings.items()}
+    for group in groups:
+        if (size := dist.get_world_size(group)) == 1:
+            continue
+        everyone: list[Any] = [None] * size
+        try:
+            dist.all_gather_object(everyone, mine, group=group)
+        except RuntimeError as error:
+            raise RuntimeError(_lost(size, error)) from error
+        ranks = dist.get_process_group_ranks(group)
+        for rank, its in zip(ranks, everyone, strict=True):
+            for key, value in everyone[0].items():
+                if its[key] != value:
+                    raise ValueError(
+                        f"{key}={value} in process {ranks[0]} and {key}={its[key]} in process {rank}, which train one "
+                        "model: build the sparsifier with the same arguments in every process"
+                    )
 
 
 def same_on_all(number: int, device: torch.device) -> int:

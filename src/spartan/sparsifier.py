@@ -7,19 +7,19 @@ The model always holds the sparse weights w = f(θ). Three moves make a training
     optimizer.step()     θ goes into the parameters, is updated and kept; new masks are chosen; w goes back
 """
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from spartan.averaging import Average
-from spartan.distributed import same_on_all
+from spartan.distributed import check_same, same_on_all
+from spartan.following import Follower, check_free, claim, release
 from spartan.methods import as_method, check_together
 from spartan.methods.base import Method
 from spartan.problem.budgets import Budget
@@ -37,12 +37,10 @@ from spartan.state.copies import rebuilt
 from spartan.state.riding import Riding
 from spartan.step import look
 from spartan.step.notices import Notices, sparse_already
-from spartan.step.run import Run, skipped
+from spartan.step.run import Run
 from spartan.step.stats import Layer, Stats, describe, progress_of
-from spartan.step.wrap import MARK, Attachment, add_learned, remove_learned
-
-# Which sparsifier a parameter belongs to, so that a second one on the same model is refused.
-_OWNERS: Any = WeakIdKeyDictionary()
+from spartan.step.wrap import Attachment, add_learned, remove_learned
+from spartan.stepping import check_alive, step
 
 
 class Sparsifier:
@@ -111,12 +109,12 @@ class Sparsifier:
             "budget": budget, "include": include, "exclude": exclude, "warmup": warmup, "finetune": finetune,
             "count": count, "min_density": min_density, "kernels": kernels,
         }  # fmt: skip
-        at = Moment.start(
-            total_steps,
+        check_same(self._arguments | {"cost": as_cost(cost).describe(), "kernels": None}, model)
+        phases = (
             self.method.warmup if warmup is None else warmup,
             self.method.finetune if finetune is None else finetune,
-            seed=int(torch.randint(1 << 31, ()).item()),
         )
+        at = Moment.start(total_steps, *phases, seed=int(torch.randint(1 << 31, ()).item()))
         if budget is None:
             budget = getattr(pattern, "budget", None) or self.method.budget
         problem = make_problem(
@@ -127,12 +125,7 @@ class Sparsifier:
         self.method.check(problem)
         self._flops = as_cost(cost).counts_flops
         self._targets = problem.targets
-        for target in self._targets:
-            other = _OWNERS.get(target.parameter)
-            if other is not None and other() is not None:
-                raise RuntimeError(
-                    f"{target.name} already belongs to a sparsifier; finalize() that one before building another"
-                )
+        check_free(self._targets)
         found = sparse_already(self.method, self._targets)
         chosen_by_name = include is not None or bool(exclude)
         self._notices = Notices(coverage_of(model, self._targets, include, exclude), chosen_by_name, found)
@@ -153,16 +146,20 @@ class Sparsifier:
         at = replace(at, seed=same_on_all(at.seed, self._targets[0].parameter.device))
         self._run = Run(problem, self.method, at, check_kernels(kernels), model)
         # Nothing of the model has been touched up to here, so a bad argument changes nothing.
-        for target in self._targets:
-            _OWNERS[target.parameter] = weakref.ref(self)
+        claim(self, self._targets)
         self._attachment = Attachment(self._targets)
         self._run.guard.perturbed = lambda: self._attachment.perturbed
         self._riding: Riding | None = None
         self._owner: list[int] = []  # index of the optimizer that trains each target
         self._lent = False  # inside dense_weights()
         self._averages: list[Average] = []
+        self._followers: list[Follower] = []
+        self._waiting: list[Any] = []  # averages of a loaded state that nobody has asked to follow yet
         self._final: tuple[Stats, list[Layer], str] | None = None
-        self._run.write()
+        if found is not None and found.refused:
+            self._run.guard.written()  # what the first step will refuse to destroy stays as it is
+        else:
+            self._run.write()
 
     @classmethod
     def from_sparse(
@@ -198,17 +195,17 @@ class Sparsifier:
 
     def attach(self, *optimizers: Optimizer) -> "Sparsifier":
         """Wrap the step of the optimizer, or optimizers, that train the targets. Returns the sparsifier."""
-        _alive(self, "attach")
+        check_alive(self, "attach")
         mine = self._attachment
         if mine.optimizers:
             raise RuntimeError("this sparsifier is attached already; detach() it first")
-        self._owner = mine.attach(optimizers, self._step)
+        self._owner = mine.attach(optimizers, partial(step, self))
         first, learned = mine.optimizers[self._owner[0]], self._run.weights.learned()
         if learned:
             add_learned(first, learned, self.method.learned_options)
         self._run.gradients.paused = False
         if self._run.problem.ranks.alone and hasattr(first, "register_state_dict_post_hook"):
-            self._riding = Riding(first, self.state_dict, self.load_state_dict, MARK)
+            self._riding = Riding(first, self.state_dict, self.load_state_dict)
         return self
 
     def detach(self) -> "Sparsifier":
@@ -231,32 +228,8 @@ class Sparsifier:
         Needed only before clipping or logging gradients, and only in a few places (docs/concepts.md); elsewhere it does
         nothing. `optimizer.step()` does it otherwise.
         """
-        _alive(self, "backward")
+        check_alive(self, "backward")
         self._run.backward()
-
-    def _step(self, optimizer: Optimizer, update: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """What `optimizer.step()` does now."""
-        _alive(self, "optimizer.step")
-        run, before = self._run, self._run.at.step
-        self._notices.begin()
-        run.guard.look()
-        me = next((j for j, other in enumerate(self._attachment.optimizers) if other is optimizer), None)
-        if me is None:
-            raise RuntimeError(
-                "this optimizer is a copy of one that a sparsifier is attached to. Copy model, optimizer and sparsifier "
-                "together, or attach() a sparsifier of its own to the copy."
-            )
-        mine = [] if self.method.identity else [i for i, j in enumerate(self._owner) if j == me]
-        if self.method.identity:
-            result = update() if closure is None else update(closure)
-        else:
-            result = run.step(optimizer, mine, update, closure)
-        run.finish(optimizer, mine, not skipped(optimizer) and self._attachment.advances(me))
-        self._notices.look(run)
-        if run.at.step > before:
-            for average in self._averages:
-                average.update()
-        return result
 
     @contextmanager
     def dense_weights(self) -> Iterator[None]:
@@ -270,7 +243,7 @@ class Sparsifier:
             with sparsifier.dense_weights():
                 model.load_state_dict(ema.module.state_dict())   # at the end
         """
-        _alive(self, "dense_weights")
+        check_alive(self, "dense_weights")
         run, every = self._run, range(len(self._targets))
         run.check_model()
         self._lent = run.gradients.paused = True
@@ -299,9 +272,13 @@ class Sparsifier:
         From here on nothing guards the zeros: a plain optimizer that trains the model further fills them in, by its
         gradients, momentum and weight decay. To train on and keep them, `Sparsifier.from_sparse(model)`.
         """
-        _alive(self, "finalize")
+        check_alive(self, "finalize")
         self._run.guard.look(wait=True)
-        self._run.check_model(look=True)
+        average = next((follower for follower in self._followers if follower.moved_in()), None)
+        if average is None:
+            self._run.check_model(look=True)
+        else:
+            average.become()
         at = self._run.at
         if at.step < self.method.sparse_at(at):
             raise RuntimeError(
@@ -310,18 +287,49 @@ class Sparsifier:
             )
         self._notices.unfrozen()
         self._notices.emptied(self._run)
+        for follower in self._followers:
+            follower.write()  # its last update may be from before the last budget
         self._final = self.stats, self.layers(), look.path(self._run.weights, self._run.at)
         self._run.gradients.close()
         self._run.weights.drop()
         self._attachment.close()
-        for target in self._targets:
-            _OWNERS.pop(target.parameter, None)
+        release(self._targets)
 
     def ema(self, decay: float) -> Average:
         """An average of θ and of all other parameters, moved after each step; projected when it is used."""
-        _alive(self, "ema")
+        check_alive(self, "ema")
         self._averages.append(Average(self, decay))
         return self._averages[-1]
+
+    def follow(self, averaged: Any) -> "Sparsifier":
+        """Let an averaged model of yours average θ, and hold the average projected: as sparse as the model.
+
+        What it evaluates, saves, or puts into the model at the end is exactly sparse, for the budgets of its last update.
+        Its dense weights are saved with the sparsifier's state. Returns the sparsifier.
+
+        Args:
+            averaged: torch's `AveragedModel`, timm's `ModelEmaV3`, or the like: a module around a copy of the model, with
+                `update_parameters(model)` or `update(model)`; or Lightning's `WeightAveraging` or
+                `StochasticWeightAveraging` callback, from `on_fit_start` on.
+
+        Example:
+            >>> model = torch.nn.Linear(16, 16)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> averaged = torch.optim.swa_utils.AveragedModel(model)
+            >>> sparsifier = Sparsifier(model, sparsity=0.75, total_steps=10).attach(optimizer).follow(averaged)
+            >>> for _ in range(10):
+            ...     model(torch.randn(8, 16)).square().mean().backward()
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
+            ...     averaged.update_parameters(model)
+            >>> int((averaged.module.weight != 0).sum())
+            64
+        """
+        check_alive(self, "follow")
+        self._followers.append(Follower(self, averaged))
+        if self._waiting:
+            self._followers[-1].load_state_dict(self._waiting.pop(0))
+        return self
 
     # ------------------------------------------------------------------ looking
 
@@ -353,7 +361,7 @@ class Sparsifier:
 
     def mask_histogram(self, bins: int = 50) -> list[int] | None:
         """How many units have a soft mask value in each of `bins` equal parts of [0, 1]; None for hard masks."""
-        _alive(self, "mask_histogram")
+        check_alive(self, "mask_histogram")
         return look.histogram(self._run.weights, self._run.at, as_plain(bins))
 
     def __repr__(self) -> str:
@@ -364,20 +372,22 @@ class Sparsifier:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied or pickled together with its model and its optimizers, it goes on with the copies."""
-        _alive(self, "copy")
+        check_alive(self, "copy")
         learned = [part.state.learned | part.state.learned_per_target for part in self._run.weights.parts]
         given = self._attachment.outer, self._attachment.optimizers
         return rebuilt, (type(self), self.model, self._arguments, self.state_dict(), *given, learned)
 
     def state_dict(self) -> dict[str, Any]:
         """θ by parameter name, the step and all else that a bit-identical resume needs; tensors are not copied."""
-        _alive(self, "state_dict")
+        check_alive(self, "state_dict")
         self._run.guard.look(wait=True)
-        return {**plain.pack(self.settings, self._run), "round": sorted(self._attachment.round)}
+        averages = [follower.state_dict() for follower in self._followers]
+        more = {"round": sorted(self._attachment.round)} | ({"averages": averages} if averages else {})
+        return plain.pack(self.settings, self._run) | more
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved with the same model and settings. Load the model and the optimizer as well."""
-        _alive(self, "load_state_dict")
+        check_alive(self, "load_state_dict")
         run = self._run
         run.guard.same_tensors()
         plain.check(state, self.settings, run)
@@ -385,14 +395,7 @@ class Sparsifier:
         self._attachment.round, self._notices.sparse_already = set(state["round"]), None
         run.count()
         run.write()
-
-
-def _alive(self: Sparsifier, what: str) -> None:
-    """Refuse what cannot be done any more, or not now."""
-    if self._final is not None:
-        raise RuntimeError(
-            f"{what}() after finalize(): the dense weights are gone, and a further step would undo the sparsity. "
-            "Sparsifier.from_sparse(model) trains on with these zeros; detach() gives the optimizer back its own step."
-        )
-    if self._lent:
-        raise RuntimeError(f"{what}() inside dense_weights(): leave the block first, so that the model holds w")
+        averages = list(state.get("averages", ()))
+        for follower, average in zip(self._followers, averages, strict=False):
+            follower.load_state_dict(average)
+        self._waiting = averages[len(self._followers) :]

@@ -1,7 +1,7 @@
 """Counts the zeros that are really in a model (`verify`), and puts lost ones back (`remask`)."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from spartan.problem.budgets import Budget
 from spartan.problem.costs import Cost
 from spartan.problem.patterns import Pattern
 from spartan.problem.problem import make_problem
-from spartan.problem.targets import Globs, clean_name, unwrap
+from spartan.problem.targets import Globs, name_cleaner, unwrap
 from spartan.problem.zeros import UnitCount, too_full, zeros_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -92,8 +92,8 @@ def remask(model: M, like: nn.Module | Mapping[str, Tensor] | str | os.PathLike[
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {type(model).__name__}, not a torch.nn.Module")
-    mine = {clean_name(name): p for name, p in unwrap(model).named_parameters(remove_duplicate=False)}
-    wanted = {name: x for name, x in _tensors(like).items() if x.ndim >= 2 and x.is_floating_point()}
+    mine = _parameters(model)
+    wanted = {name: x for name, x in _tensors(like, mine).items() if x.ndim >= 2 and x.is_floating_point()}
     sparse = {name: x for name, x in wanted.items() if is_dtensor(x) or bool((x == 0).any())}
     for name, x in sparse.items():
         if name not in mine:
@@ -111,10 +111,16 @@ def remask(model: M, like: nn.Module | Mapping[str, Tensor] | str | os.PathLike[
     return model
 
 
-def _tensors(like: Any) -> dict[str, Tensor]:
-    """The weights by name of a model, a state dict or a file."""
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    inner = unwrap(model)
+    clean = name_cleaner(inner)
+    return {clean(name): p for name, p in inner.named_parameters(remove_duplicate=False)}
+
+
+def _tensors(like: Any, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights by name of a model, a state dict or a file; names that are not the model's may be those of wrappers."""
     if isinstance(like, nn.Module):
-        like = dict(unwrap(like).named_parameters(remove_duplicate=False))
+        like = _parameters(like)
     elif isinstance(like, (str, os.PathLike)):
         pickled = Path(like).suffix in (".pt", ".pth", ".bin", ".ckpt")
         like = torch.load(like, map_location="cpu", weights_only=True) if pickled else read(like)
@@ -123,10 +129,21 @@ def _tensors(like: Any) -> dict[str, Tensor]:
             f"like is {type(like).__name__}; a model, a state dict (tensors by name) or a file that spartan.save or "
             "torch.save wrote is needed"
         )
-    # As DistributedDataParallel and torch.compile save them.
-    plain = {clean_name(name): x.detach() for name, x in like.items() if isinstance(x, Tensor)}
-    wrapped = all(name.startswith("module.") for name in plain)
-    return {name.removeprefix("module.") if wrapped else name: x for name, x in plain.items()}
+    found = {}
+    for name, x in like.items():
+        if isinstance(x, Tensor):
+            found[next((way for way in _without_wrappers(name) if way in mine), name)] = x.detach()
+    return found
+
+
+def _without_wrappers(name: str) -> Iterator[str]:
+    """A name as torch.compile and DistributedDataParallel save it, with fewer and fewer of the layers that they add."""
+    yield name
+    parts = name.split(".")
+    while parts[0] in ("module", "_orig_mod"):
+        parts = parts[1:]
+        yield ".".join(parts)
+    yield ".".join(part for part in parts if part != "_orig_mod")  # of modules that are compiled one by one
 
 
 def _some(names: Mapping[str, Any]) -> str:

@@ -82,8 +82,24 @@ def cut_block(rank: int) -> str:
     return message(lambda: Sparsifier(model, 0.5, 10, pattern=Block(4, 4)))
 
 
+def settings(rank: int) -> str:
+    """Arguments that are not the same everywhere, under DDP and in shards; alone, a process may have its own."""
+    found = []
+    for how in ("ddp", "fsdp"):
+        for mine in (
+            {"sparsity": 0.5 + 0.1 * rank}, {"total_steps": 10 + rank}, {"method": ("spartan", "imp")[rank]},
+            {"include": ["first.*", "second.*"][: 2 - rank]}, {"pattern": (None, Block(1, 2))[rank]},
+            {"cost": ({"*": 1.0}, None)[rank]}, {"min_density": 0.01 * rank}, {"warmup": (None, 0.1)[rank]},
+        ):  # fmt: skip
+            model = shard(Case("spartan").model(), how)
+            given: dict[str, Any] = {"sparsity": 0.5, "total_steps": 10} | mine
+            found.append(message(lambda model=model, given=given: Sparsifier(model, **given)))
+    Sparsifier(Case("spartan").model(), 0.5 + 0.1 * rank, 10)
+    return "\n".join(found)
+
+
 def everything(rank: int) -> dict[str, str]:
-    return {f.__name__: f(rank) for f in (one_bad_entry, one_bad_weight, replicas, changed, cut_block)}
+    return {f.__name__: f(rank) for f in (one_bad_entry, one_bad_weight, replicas, changed, cut_block, settings)}
 
 
 def test_every_process_raises_the_same_error() -> None:
@@ -95,6 +111,14 @@ def test_every_process_raises_the_same_error() -> None:
     assert "head.weight was changed outside the optimizer step" in first["changed"]
     assert "the border of a shard cuts a unit of Block(h=4, w=4) in 1.weight" in first["cut_block"]
     assert "exclude=['1.weight']" in first["cut_block"]
+    told = first["settings"].split("\n")
+    assert told[:8] == told[8:]
+    assert told[0] == (
+        "sparsity=0.5 in process 0 and sparsity=0.6 in process 1, which train one model: build the sparsifier with the same "
+        "arguments in every process"
+    )
+    names = ("sparsity", "total_steps", "method", "include", "pattern", "cost", "min_density", "warmup")
+    assert [line.partition("=")[0] for line in told[:8]] == list(names)
 
 
 def never_arrives(rank: int) -> str:
@@ -105,6 +129,20 @@ def never_arrives(rank: int) -> str:
         time.sleep(6)
         return ""
     return message(o.step)
+
+
+def never_builds(rank: int) -> str:
+    model = shard(Case("spartan").model(), "ddp")
+    if rank == 1:
+        time.sleep(5)
+        return ""
+    return message(lambda: Sparsifier(model, 0.5, 10))
+
+
+def test_a_sparsifier_that_one_process_does_not_build_is_a_time_out() -> None:
+    first, _ = on(2, never_builds, timeout=3.0)
+    assert "not all of them came" in first
+    assert "every process must make (Sparsifier()" in first
 
 
 def test_a_process_that_never_arrives_is_a_time_out() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
+import spartan
 from spartan import Flops, Sparsifier, prune
 from tests.distributed.cases import STEPS, Case, batch, run, shard, train, weights, whole
 from tests.distributed.workers import on
@@ -62,20 +63,21 @@ def compiled(rank: int) -> bool:
 
 
 def uneven_inputs(rank: int) -> bool:
-    """Process 1 has one batch less; then it takes over the state of process 0, and training goes on."""
+    """Process 1 has one batch less. Nobody may go on without it: refused at the first backward, or ended together."""
     model: Any = shard(CASE.model(), "ddp")
     s, o = CASE.sparsifier(model)
-    with model.join():
-        list(train(model, s, o, "ddp", range(4 - rank)))
-    state = [copy.deepcopy((s.state_dict(), o.state_dict()))]
-    dist.broadcast_object_list(state, 0)
-    s.load_state_dict(state[0][0])
-    o.load_state_dict(state[0][1])
-    last = list(train(model, s, o, "ddp", range(4, STEPS)))[-1]
-    mine = torch.cat([w.reshape(-1) for w in last.values()])
-    other = mine.clone()
-    dist.broadcast(other, 0)
-    return torch.equal(mine, other) and s.stats.step == STEPS and abs(s.stats.density - 0.3) < 0.01
+    before, told = weights(model), []
+    for how in ({}, {"throw_on_early_termination": True}):
+        try:
+            with model.join(**how):
+                list(train(model, s, o, "ddp", range(4 - rank)))
+        except RuntimeError as error:
+            told.append(str(error))
+        if not how:
+            o.zero_grad()
+            refused = same(before, weights(model)) and s.stats.step == 0
+    dist.barrier()
+    return refused and "DDP's join" in told[0] and len(told) == 2 and "join" not in told[1] and s.stats.step == 3
 
 
 def options(rank: int, **kwargs: Any) -> bool:
@@ -196,8 +198,64 @@ def masks(rank: int) -> bool:
     return kept and one.mask_histogram() == many.mask_histogram()
 
 
+def created_state(how: str) -> tuple[bool, dict[str, Tensor]]:
+    """torch.distributed.checkpoint makes a step of its own to have state, which is none of ours; then all goes on."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model: Any = shard(CASE.model(), how)
+    s, o = CASE.sparsifier(model)
+    before, dense = weights(model), {n: whole(x["theta"]).clone() for n, x in s.state_dict()["weights"].items()}
+    found = get_state_dict(model, o)
+    set_state_dict(model, o, model_state_dict=found[0], optim_state_dict=found[1])
+    after = {n: whole(x["theta"]) for n, x in s.state_dict()["weights"].items()}
+    untouched = s.stats.step == 0 and all(torch.equal(dense[n], after[n]) for n in dense)
+    untouched = untouched and all(torch.equal(x, before[n]) for n, x in weights(model).items())
+    return untouched, list(train(model, s, o, how))[-1]
+
+
+def created_states(rank: int) -> bool:
+    (first, alone), *others = (created_state(how) for how in ("alone", "ddp", "fsdp"))
+    return first and all(good and same(alone, found) for good, found in others)
+
+
+def counted(rank: int) -> bool:
+    """The zeros of all shards, and the average of θ in shards."""
+    expected, alone = run(CASE, "alone")
+    found = {}
+    for how in ("ddp", "fsdp"):
+        model: Any = shard(CASE.model(), how)
+        s, o = CASE.sparsifier(model)
+        average = s.ema(0.0)  # the present θ
+        list(train(model, s, o, how))
+        with average.applied():
+            projected = weights(model)
+        kept = [layer.kept for layer in s.layers()]
+        found[how] = same(expected[-1], projected) and s.stats.zeros == alone.stats.zeros
+        found[how] = found[how] and kept == [layer.kept for layer in alone.layers()]
+    return all(found.values())
+
+
+def followed(rank: int) -> bool:
+    """An average of the model inside DDP is as one process has it."""
+    found = []
+    for how in ("alone", "ddp"):
+        model: Any = shard(CASE.model(), how)
+        averaged = AveragedModel(model.module if how == "ddp" else model)
+        s, o = CASE.sparsifier(model)
+        s.follow(averaged)
+        for _ in train(model, s, o, how):
+            averaged.update_parameters(model)
+        s.finalize()
+        spartan.verify(averaged.module, 0.7)
+        found.append(weights(averaged.module))
+    return same(*found)
+
+
 def often(rank: int) -> dict[str, bool]:
     return {
+        "created state": created_states(rank),
+        "counted": counted(rank),
+        "followed": followed(rank),
         "fsdp accumulates": accumulated(rank, "fsdp"),
         "uneven inputs": uneven_inputs(rank),
         "insured": insured(rank),

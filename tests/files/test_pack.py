@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -201,11 +202,27 @@ def test_conjugate_and_negative_views_are_no_other_names(tmp_path: Path) -> None
     assert back["again"] is back["conjugate"]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
-    inner = Holder(weight=torch.ones(2))
-    inner._orig_mod = Holder(weight=torch.zeros(2))
+    inner: Any = torch.compile(Holder(weight=torch.ones(2)))
+    inner._buffers["weight"] = torch.zeros(2)  # beside the module that is compiled
     with pytest.raises(ValueError, match="two tensors have the name 0.weight"):
         save(nn.Sequential(inner), tmp_path / "x")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+def test_only_the_layers_of_wrappers_lose_their_names(tmp_path: Path) -> None:
+    """Modules of one's own may be called as those inside torch.compile and DistributedDataParallel are."""
+    own: Any = Holder(weight=torch.ones(2))
+    own._orig_mod = Holder(weight=torch.zeros(2))
+    own.module = torch.compile(Holder(weight=torch.full((2,), 2.0)))
+    save(own, tmp_path / "x")
+    assert {name: float(x[0]) for name, x in read(tmp_path / "x").items()} == {
+        "weight": 1.0, "_orig_mod.weight": 0.0, "module.weight": 2.0,
+    }  # fmt: skip
+    own.weight.fill_(5.0)
+    spartan.load(tmp_path / "x", own, kernels="dense")
+    assert float(own.weight[0]) == 1.0
 
 
 # ---------------------------------------------------------------------- size

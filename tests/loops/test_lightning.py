@@ -66,3 +66,74 @@ def test_sparse_and_resumed(method: str, tmp_path: Path) -> None:
 
 def test_dense_is_as_without_us(tmp_path: Path) -> None:
     assert fit(tmp_path / "a", "dense")[0].losses == fit(tmp_path / "b", None)[0].losses
+
+
+class Averaged(Sparse):
+    """The same callback, which has the sparsifier follow those that average weights."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        super().on_fit_start(trainer, module)
+        for callback in trainer.callbacks:
+            if hasattr(callback, "_average_model"):
+                self.sparsifier.follow(callback)
+
+
+def averages(kind: str) -> Any:
+    callbacks = lightning.pytorch.callbacks
+    if kind == "ema":
+        return callbacks.EMAWeightAveraging(decay=0.8)
+    return callbacks.StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=2)
+
+
+class Validated(Module):
+    """Looks at the weights that are validated."""
+
+    zeros: list[float]
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        weights = [p for p in self.parameters() if p.ndim == 2]
+        self.zeros.append(sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights))
+
+
+def fit_average(folder: Path, kind: str, first: bool, sparse: Sparse, resume: Path | None = None) -> Any:
+    module, mean = Validated(), averages(kind)
+    module.zeros = []
+    saves = lightning.pytorch.callbacks.ModelCheckpoint(folder, save_top_k=-1, every_n_epochs=1, filename="{epoch}")
+    trainer = lightning.Trainer(
+        max_epochs=4, accelerator="cpu", default_root_dir=folder, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0,
+        callbacks=[*((mean, sparse) if first else (sparse, mean)), saves],
+    )  # fmt: skip
+    more = {} if resume is None else {"ckpt_path": str(resume), "weights_only": False}
+    trainer.fit(module, loader(), loader(), **more)
+    return module
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["finalized before", "finalized after"])
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_its_averages_are_followed(kind: str, first: bool, tmp_path: Path) -> None:
+    """They validate, save, and at the end leave in the model an average that is exactly sparse; resumed, the same."""
+    module = fit_average(tmp_path, kind, first, Averaged("spartan"))
+    verify(module, SPARSITY)
+    assert min(module.zeros[-16:]) >= SPARSITY
+    saved = torch.load(tmp_path / "epoch=3.ckpt", weights_only=False)["state_dict"]
+    other = Module()
+    other.load_state_dict(saved)
+    verify(other, SPARSITY)
+    again = fit_average(tmp_path / "again", kind, first, Averaged("spartan"), tmp_path / "epoch=1.ckpt")
+    assert same_weights(module, again)
+
+
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_an_average_that_nobody_follows_is_refused_at_the_first_step(kind: str, tmp_path: Path) -> None:
+    sparse = Sparse("spartan")
+    with pytest.raises(RuntimeError, match=r"Averaging would average the sparse weights.*sparsifier\.follow"):
+        fit_average(tmp_path, kind, False, sparse)
+    assert sparse.sparsifier.stats.step == 0
+    fit_average(tmp_path, kind, False, Sparse("dense"))
+
+
+def test_a_callback_that_has_no_average_yet(tmp_path: Path) -> None:
+    module = Module()
+    with pytest.raises(ValueError, match="on_fit_start"):
+        Sparsifier(module, SPARSITY, 32).follow(averages("ema"))

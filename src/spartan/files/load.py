@@ -17,7 +17,7 @@ from spartan.files.signs import Signs, join_signs
 from spartan.files.signs import check as check_signs
 from spartan.files.values import CodedValues, decode_values
 from spartan.files.values import check as check_code
-from spartan.problem.targets import clean_name, unwrap
+from spartan.problem.targets import name_cleaner, unwrap
 from spartan.scalars import as_plain
 
 KERNELS = ("auto", "dense", "sparse")
@@ -120,7 +120,8 @@ def load(
     else:
         _check_fit(contents, unwrap(model))
         tensors = unpack_all(contents)
-        unwrap(model).load_state_dict({name: tensors[clean_name(name)] for name in unwrap(model).state_dict()})
+        clean = name_cleaner(unwrap(model))
+        unwrap(model).load_state_dict({name: tensors[clean(name)] for name in unwrap(model).state_dict()})
     if device is not None:
         model.to(device)
     if kernels == "dense":
@@ -232,7 +233,8 @@ def check_memory(contents: Contents, max_bytes: int | None) -> int:
 
 def _check_fit(contents: Contents, model: nn.Module) -> None:
     """Refuse a file whose tensors are not the model's."""
-    state = {clean_name(name): tensor for name, tensor in model.state_dict().items()}
+    clean = name_cleaner(model)
+    state = {clean(name): tensor for name, tensor in model.state_dict().items()}
     path = contents.container.path
     if difference := differences(state, contents.shapes):
         raise ValueError(f"{path} does not fit the model, which {difference}")
@@ -255,12 +257,12 @@ def load_named(contents: Contents, remedy: str, max_bytes: int | None = None) ->
     except Unbuildable as error:
         raise ValueError(f"{path}: {error}; {remedy}") from None
     _check_fit(contents, model)
-    state = model.state_dict(keep_vars=True)
+    state, clean = model.state_dict(keep_vars=True), name_cleaner(model)
     for tensor in state.values():  # before the file's are unpacked, so that never both take memory
         tensor.data = torch.empty(0, dtype=tensor.dtype)
     tensors, owners = unpack_all(contents), dict[int, Tensor]()
     for name, tensor in state.items():
-        own = tensors[clean_name(name)]
+        own = tensors[clean(name)]
         # One tensor of the file for two of the model: they are equal, not the same.
         tensor.data = own if owners.setdefault(id(own), tensor) is tensor else own.clone()
     return model.eval()

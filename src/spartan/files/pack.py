@@ -17,7 +17,7 @@ from spartan.files.signs import Signs, split_signs
 from spartan.files.values import CodedValues, encode_values
 from spartan.problem.patterns import Pattern, Unstructured, check_pattern
 from spartan.problem.patterns.block import Block
-from spartan.problem.targets import clean_name, unwrap
+from spartan.problem.targets import name_cleaner, unwrap
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -117,8 +117,9 @@ def state_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     state: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
+    clean = name_cleaner(model)
     for full_name, tensor in model.state_dict().items():
-        name = clean_name(full_name)
+        name = clean(full_name)
         _check_storable(name, tensor)
         if name in state:
             raise ValueError(f"two tensors have the name {name} once wrappers' names are left out; rename one of them")

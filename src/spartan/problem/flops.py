@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from spartan.problem.targets import clean_name, unwrap
+from spartan.problem.targets import name_cleaner, unwrap
 from spartan.wording import aligned
 
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -272,8 +272,9 @@ def _count(model: nn.Module, params: Mapping[str, Tensor], example_inputs: Input
     with ExitStack() as undo, eager, torch.random.fork_rng({p.device for p in model.parameters() if p.is_cuda}):
         undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
+        clean = name_cleaner(model)
         for path, module in model.named_modules():
-            name = clean_name(path)
+            name = clean(path)
             undo.callback(setattr, module, "training", module.training)
             module.training = False  # not by eval(), which models override
             undo.callback(module.register_forward_pre_hook(partial(counter.enter, name)).remove)

@@ -1,7 +1,7 @@
 """Finds the targets: which parameter tensors of a model become sparse."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
-from spartan.distributed import is_dtensor, local, same_placement
+from spartan.distributed import is_compiled, is_dtensor, local, same_placement
 from spartan.problem.axes import PLAIN, Axes
 from spartan.problem.layers import DEFAULT, axes_if_named, axes_of, bare_name, is_embedding
 
@@ -31,6 +31,7 @@ class Target:
     axes: Axes = PLAIN
     is_weight: bool = True  # of a layer that is made sparse by default
     embeds: bool = False  # whether an embedding looks it up, alone or beside a layer that it is tied to
+    sparse_gradient: bool = False  # whether one does that has been asked for gradients of the rows it looked up only
 
     def __post_init__(self) -> None:
         self.dtype, self.device = self.parameter.dtype, self.parameter.device  # as they were when it was found
@@ -101,15 +102,27 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        elif is_compiled(model):
             model = model._orig_mod  # type: ignore[assignment]
         else:
             return model
 
 
-def clean_name(name: str) -> str:
-    """A parameter's name without the layer that torch.compile puts around modules."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+def name_cleaner(model: nn.Module) -> Callable[[str], str]:
+    """What takes out of names in a model the layers that torch.compile has put around modules of it.
+
+    A module of the model's own that is called `_orig_mod` keeps its name.
+    """
+    every = model.named_modules(remove_duplicate=False)
+    compiled = [f"{path}." if path else "" for path, module in every if is_compiled(module)]
+
+    def clean(name: str) -> str:
+        for path in reversed(compiled):  # from the innermost
+            if f"{name}.".startswith(f"{path}_orig_mod."):
+                name = path + name[len(path) :].removeprefix("_orig_mod").removeprefix(".")
+        return name
+
+    return clean
 
 
 def as_globs(argument: str, globs: Globs) -> tuple[str, ...]:
@@ -182,6 +195,7 @@ def wanted(model: nn.Module, include: Globs = None, exclude: Globs = None) -> li
 def all_parameters(model: nn.Module) -> list[Target]:
     """Every parameter of a model once, with all its names."""
     model = unwrap(model)
+    clean = name_cleaner(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[int, Target] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -191,8 +205,9 @@ def all_parameters(model: nn.Module) -> list[Target]:
         if id(parameter) not in found:
             found[id(parameter)] = Target((), parameter, owner, attribute, is_weight=False)
         target = found[id(parameter)]
-        target.names += (clean_name(name),)
+        target.names += (clean(name),)
         target.embeds |= is_embedding(owner)
+        target.sparse_gradient |= is_embedding(owner) and bool(getattr(owner, "sparse", False))
         # A weight shared by a Linear and an Embedding has the axes of the Linear's.
         if axes is not None and not target.is_weight:
             target.owner, target.attribute, target.axes, target.is_weight = owner, attribute, axes, True

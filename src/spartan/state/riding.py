@@ -11,14 +11,14 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-KEY = "spartan"
+from spartan.step.wrap import MARK
 
 
 def taken_out(state: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """An optimizer's state without the sparsifier's, and that one; None where it holds none. For who saves both apart."""
     first, *others = state["param_groups"]
-    plain = {key: value for key, value in first.items() if key != KEY}
-    return {**state, "param_groups": [plain, *others]}, first.get(KEY)
+    plain = {key: value for key, value in first.items() if key != MARK}
+    return {**state, "param_groups": [plain, *others]}, first.get(MARK)
 
 
 class Riding:
@@ -28,21 +28,19 @@ class Riding:
         optimizer: who carries the state.
         get: gives it.
         put: goes on from it.
-        mark: a key of the first parameter group that is no state.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, get: Callable[[], Any], put: Callable[[Mapping[str, Any]], None], mark: str
-    ) -> None:
-        self._get, self._put, self._mark = get, put, mark
+    def __init__(self, optimizer: Optimizer, get: Callable[[], Any], put: Callable[[Mapping[str, Any]], None]) -> None:
+        self._get, self._put = get, put
         self._pending: Any = None
         self._handles = [
             optimizer.register_state_dict_post_hook(self._save),
             optimizer.register_load_state_dict_pre_hook(self._take),
             optimizer.register_load_state_dict_post_hook(self._apply),
         ]
-        waiting = optimizer.param_groups[0].pop(KEY, None)  # loaded before attach()
-        if waiting is not None:
+        waiting = optimizer.param_groups[0].get(MARK)
+        optimizer.param_groups[0][MARK] = True
+        if isinstance(waiting, Mapping):  # loaded before attach()
             put(waiting)
 
     def close(self) -> None:
@@ -51,19 +49,18 @@ class Riding:
             handle.remove()
 
     def _save(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return self._with_first_group(state, {KEY: self._get()})
+        return self._with_first_group(state, self._get())
 
     def _take(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        self._pending = state["param_groups"][0].get(KEY) if state["param_groups"] else None
-        return self._with_first_group(state, {self._mark: True})
+        self._pending = state["param_groups"][0].get(MARK) if state["param_groups"] else None
+        return self._with_first_group(state, True)
 
     def _apply(self, optimizer: Optimizer) -> None:
         pending, self._pending = self._pending, None
-        if pending is not None:
+        if isinstance(pending, Mapping):
             self._put(pending)
 
-    def _with_first_group(self, state: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-        """The state with other keys of ours in its first group; torch's own dict stays as it is."""
+    def _with_first_group(self, state: dict[str, Any], ours: Any) -> dict[str, Any]:
+        """The state with this under our key in its first group; torch's own dict stays as it is."""
         first, *others = state["param_groups"]
-        first = {key: value for key, value in first.items() if key not in (KEY, self._mark)} | more
-        return {**state, "param_groups": [first, *others]}
+        return {**state, "param_groups": [first | {MARK: ours}, *others]}

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from spartan.distributed import is_dtensor, like, local, own_part
 from spartan.problem.problem import Problem
-from spartan.problem.targets import clean_name, unwrap
+from spartan.problem.targets import name_cleaner, unwrap
 from spartan.solvers.frozen import as_dense
 from spartan.state.plain import UNITS, loaded_units, saved_units
 
@@ -190,7 +190,9 @@ class TrainedTensor:
 
 def _trained(model: nn.Module, optimizer: Optimizer, sparsifier: "Sparsifier") -> list[TrainedTensor]:
     """The optimizer's parameters."""
-    known = {id(p): TrainedTensor(clean_name(n), p) for n, p in unwrap(model).named_parameters()}
+    inner = unwrap(model)
+    clean = name_cleaner(inner)
+    known = {id(p): TrainedTensor(clean(n), p) for n, p in inner.named_parameters()}
     for number, part in enumerate(sparsifier._run.weights.parts):
         for name, parameter in part.state.learned.items():
             known[id(parameter)] = TrainedTensor(f"learned.{name}", parameter, part.problem)
@@ -213,7 +215,9 @@ def _grid(problem: Problem, i: int, saved: Tensor) -> Tensor:
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name."""
-    return {clean_name(n): x.detach() for n, x in unwrap(model).state_dict().items() if isinstance(x, Tensor)}
+    inner = unwrap(model)
+    clean = name_cleaner(inner)
+    return {clean(n): x.detach() for n, x in inner.state_dict().items() if isinstance(x, Tensor)}
 
 
 def _problems(sparsifier: "Sparsifier") -> dict[str, tuple[Problem, int]]:

@@ -40,6 +40,12 @@ class GradientState:
     """
 
     def __init__(self, targets: Sequence[Target], turn: Callable[[], None], model: nn.Module) -> None:
+        for target in targets:
+            if target.sparse_gradient:
+                raise ValueError(
+                    f"{target.name} belongs to an embedding with sparse=True, whose gradient is a sparse tensor; the one "
+                    "for its dense weights is not. Build the layer with sparse=False, or exclude it."
+                )
         n = len(targets)
         self._parameters, self._turn = [t.parameter for t in targets], weakref.WeakMethod(turn)
         self._kind = [RAW] * n  # this list stays: hooks hold it

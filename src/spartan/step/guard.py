@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from spartan.distributed import fsdp_modules, is_dtensor, version
 from spartan.problem.targets import current, some_names
@@ -63,10 +64,10 @@ class Guard:
         for module in self._fsdp:
             module.reshard()
 
-    def written(self) -> None:
-        """The model holds what it should."""
+    def written(self, anew: bool = True) -> None:
+        """The model holds what it should; not `anew` where it is the same as before."""
         self._versions = self._versions_now()
-        self._sums = None
+        self._sums = None if anew else self._sums
 
     def _versions_now(self) -> list[int]:
         if self._whole:
@@ -108,15 +109,31 @@ class Guard:
         held = [target.local.clone() for target in self.targets]
         write()
         pairs = enumerate(zip(self.targets, held, strict=True))
-        bad = self._agree(next((i for i, (target, w) in pairs if not torch.equal(target.local, w)), None))
+        bad = self.agree(next((i for i, (target, w) in pairs if not torch.equal(target.local, w)), None))
         if bad is not None:
             copy_all([target.local for target in self.targets], held)
             raise RuntimeError(
                 f"{self.targets[bad].name} was changed outside the optimizer step. After model.load_state_dict(), also call "
                 "sparsifier.load_state_dict() with the state saved beside it; to set weights by hand, or to put an average "
-                "of them in, do so inside `with sparsifier.dense_weights():`; to train, attach() the optimizer that does."
+                "of them in, do so inside `with sparsifier.dense_weights():` (sparsifier.ema() and sparsifier.follow() keep "
+                "averages that are sparse); to train, attach() the optimizer that does."
             )
         self.written()
+
+    def check_join(self, ddp: DistributedDataParallel | None) -> None:
+        """Refuse DDP's `join` where some processes go on when another has run out of data, whose θ then falls behind."""
+        join = None if ddp is None else ddp._join_config
+        if (
+            join is not None
+            and join.enable
+            and not join.throw_on_early_termination
+            and not self.weights.method.identity
+        ):
+            raise RuntimeError(
+                "DDP's join lets the other processes go on when one has run out of data: its dense weights and its "
+                "optimizer's state then fall behind. Give every process as many batches, as DistributedSampler does, or "
+                "end all of them together with join(throw_on_early_termination=True)."
+            )
 
     @property
     def _waits(self) -> bool:
@@ -133,7 +150,7 @@ class Guard:
                         grads[i] = part.problem.targets[i].parameter.grad
                     part.check_gradients(grads)
             return
-        bad = self._agree(_first_non_finite((i, self.targets[i].local_grad) for i in which))
+        bad = self.agree(_first_non_finite((i, self.targets[i].local_grad) for i in which))
         if bad is not None:
             raise RuntimeError(
                 f"the gradient of {self.targets[bad].name} holds NaN or infinite values at step {step}; nothing "
@@ -146,14 +163,14 @@ class Guard:
             for part, mine in zip(self.weights.parts, self.weights.local(which), strict=True):
                 part.check_weights(mine)
             return
-        bad = self._agree(_first_non_finite((i, self.targets[i].local) for i in which))
+        bad = self.agree(_first_non_finite((i, self.targets[i].local) for i in which))
         if bad is not None:
             raise RuntimeError(
                 f"{self.targets[bad].name} would hold NaN or infinite weights after step {step}; the update was "
                 "taken back. The learning rate is probably too high."
             )
 
-    def _agree(self, bad: int | None) -> int | None:
+    def agree(self, bad: int | None) -> int | None:
         """The first bad target of any process: all of them must raise, or the others would wait for one that has."""
         if self.ranks.alone:
             return bad

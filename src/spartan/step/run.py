@@ -41,7 +41,7 @@ class Run:
         self.weights = Weights(problem, method, kernels)
         self.guard = Guard(self.weights, model)
         self._ddp = replicas(model)
-        self._kept: list[int] | None = None  # units kept, where counting takes all processes
+        self.kept: list[int] | None = None  # units kept, where counting takes all processes
         self.sent = self._sent_before = 0  # bytes that processes exchanged for the last choice of masks, and until then
         self.set_budgets()
         for solver in self.weights.solving:
@@ -56,8 +56,10 @@ class Run:
         evaluate = None if closure is None else Evaluation(self, optimizer, mine, closure)
         if evaluate is None:
             self.turn(optimizer, mine)
-        else:
+        elif self.gradients.left_for_the_step():  # what processes have not added up yet cannot be turned
             self.check_model()
+        else:
+            self.backward()  # some optimizers look at gradients before they ask for the loss
         self.guard.compare()
         with torch.no_grad():
             try:
@@ -107,6 +109,7 @@ class Run:
 
     def backward(self) -> None:
         """Turn the fresh gradients for w in `.grad` into gradients for θ, in place; missing ones count as zero."""
+        self.guard.check_join(self._ddp)
         self.check_model()
         if not self.method.identity:
             self.gradients.turn_fresh(self._turn)
@@ -199,11 +202,11 @@ class Run:
     def _agree(self) -> None:
         """Copies under DDP take process 0's masks: an insurance, since equal weights give equal ones.
 
-        Nothing is asked while some processes have run out of data (`join`), nor of numbers that are still on a device.
+        Nothing is asked of numbers that are still on a device.
         """
         ddp, parts = self._ddp, self.weights.solving
         on_device = self.weights.bad.device.type != "cpu"
-        if ddp is None or not parts or self.method.identity or on_device or ddp._join_config.enable:
+        if ddp is None or not parts or self.method.identity or on_device:
             return
         mine = torch.cat([x.double() for part in parts for x in part.decisive()] or [torch.zeros(0)])
         first = broadcast_from_first(mine.tolist(), ddp.process_group, mine.device)
@@ -216,12 +219,12 @@ class Run:
                 part.go_on_from(part.solution())
 
     @torch.no_grad()
-    def write(self) -> None:
-        """Put w into the model."""
+    def write(self, anew: bool = True) -> None:
+        """Put w into the model; not `anew` where it is the same as before."""
         self.guard.reshard()
         if not self.method.identity:
             self.weights.write(self.at)
-        self.guard.written()
+        self.guard.written(anew)
 
     def check_model(self, look: bool = False) -> None:
         """The model must hold what was written into it; with `look`, compare values in any case."""
@@ -239,7 +242,7 @@ class Run:
         So one of them may ask for `stats` by itself.
         """
         if not self.problem.ranks.alone:
-            self._kept = look.kept_units(self.weights, self.at)
+            self.kept = look.kept_units(self.weights, self.at)
 
     def _add_up(self) -> None:
         """The bytes that processes have exchanged since the last time."""
@@ -249,11 +252,11 @@ class Run:
 
     def kept_units(self) -> list[int]:
         """Units kept of each target."""
-        return look.kept_units(self.weights, self.at) if self._kept is None else self._kept
+        return look.kept_units(self.weights, self.at) if self.kept is None else self.kept
 
     def kept_cost(self) -> float | Tensor | None:
         """What is kept costs, without waiting for it; None where nobody knows yet."""
-        if self._kept is not None or self.weights.frozen:
+        if self.kept is not None or self.weights.frozen:
             return math.fsum(n * c for n, c in zip(self.kept_units(), self.problem.unit_costs, strict=True))
         costs = [solver.kept_cost(self.method.form(solver, self.at)) for solver in self.weights.solving]
         return None if None in costs else sum(cost.sum() for cost in costs if cost is not None)

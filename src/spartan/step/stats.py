@@ -10,6 +10,8 @@ from spartan.ops.newton import Dual
 from spartan.problem.coverage import Coverage
 from spartan.problem.problem import Problem
 from spartan.problem.schedules import Phase
+from spartan.problem.targets import Target
+from spartan.problem.zeros import zeros_of
 from spartan.step.look import solutions
 from spartan.step.run import Run
 
@@ -25,6 +27,8 @@ class Stats:
     schedule asks for now, the former as a fraction of the whole cost. `beta`, `mu`, `threshold` and `passes` belong to
     the masks in use; with N:M every few weights have a μ and a threshold of their own, and these two are None.
     `bytes_sent` is what each process exchanged with the others for the last step, where weights lie in shards.
+
+    All of these are what the run has planned and done. `zeros` is what the model really holds.
     """
 
     step: int
@@ -39,6 +43,18 @@ class Stats:
     passes: int
     bytes_sent: int = 0
 
+    @property
+    def zeros(self) -> float:
+        """Of the weights of all targets, the fraction that is zero in the model now, counted whenever it is asked for.
+
+        Where weights lie in shards, every process must ask.
+        """
+        targets: Sequence[Target] = self.__dict__["_targets"]
+        return sum(zeros_of(targets)) / sum(target.numel for target in targets)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_targets"}  # the model stays here
+
     @classmethod
     def of(cls, run: Run) -> "Stats":
         """Where a run stands."""
@@ -48,7 +64,7 @@ class Stats:
         duals = [dual for _, _, dual in found]
         beta = run.method.beta_at(problem, run.at)
         solved = next((dual["beta"] for dual in duals if dual is not None), None)
-        return cls(
+        stats = cls(
             step=run.at.step,
             phase=run.at.phase,
             density=(weights + problem.untouched) / problem.counted,
@@ -61,6 +77,8 @@ class Stats:
             passes=max((int(dual.get("passes", 0)) for dual in duals if dual is not None), default=0),
             bytes_sent=run.sent,
         )
+        object.__setattr__(stats, "_targets", problem.targets)  # no field, which would be compared and copied
+        return stats
 
 
 def _per_segment(values: Sequence[float | None]) -> PerSegment:

@@ -10,15 +10,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from spartan.distributed import local
 from spartan.problem.targets import Target
 
 Step = Callable[[Optimizer, Callable[..., Any], Callable[[], Any] | None], Any]
-# In the first parameter group of an attached optimizer, so that a copy of it can be told.
-MARK = "spartan_attached"
+# True under this key in the first parameter group of an attached optimizer, so that a copy of it can be told. What the
+# optimizer saves has the sparsifier's state there: torch.distributed.checkpoint loads only keys that the group has.
+MARK = "spartan"
 
 
 class Attachment:
@@ -53,11 +55,11 @@ class Attachment:
 
         self.released = False
         for optimizer in inner:
-            if optimizer.param_groups[0].get(MARK) and optimizer not in _ATTACHED:
+            if optimizer.param_groups[0].get(MARK) is True and optimizer not in _ATTACHED:
                 optimizer.__dict__.pop("step", None)  # copied with the optimizer, and bound to another sparsifier
         self._undo = [wrap_step(optimizer, in_step) for optimizer in inner]
         for optimizer in inner:
-            optimizer.param_groups[0][MARK] = True
+            optimizer.param_groups[0].setdefault(MARK, True)  # a state may wait there
         _ATTACHED.update([*inner, *self.outer])
         for optimizer in self.outer:
             if hasattr(optimizer, "_optimizer_original_step_method"):  # accelerate keeps the step it saw first
@@ -107,7 +109,7 @@ def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 continue
             name = next(t.name for t in mine.targets if t.parameter is parameter)
             raise RuntimeError(_why_not(optimizer, mine, name))
-    if optimizer.param_groups and optimizer.param_groups[0].get(MARK) and optimizer not in _ATTACHED:
+    if optimizer.param_groups and optimizer.param_groups[0].get(MARK) is True and optimizer not in _ATTACHED:
         raise RuntimeError(
             f"this {type(optimizer).__name__} is a copy of an optimizer that a sparsifier is attached to, and would train "
             "its model dense. Copy or pickle model, optimizer and sparsifier together, or attach() a sparsifier to it."
@@ -167,6 +169,21 @@ def _wrap_first_step(sam: Any, mine: Attachment) -> Callable[[], None]:
         sam.__dict__.pop("first_step", None)
 
     return undo
+
+
+def only_creates_state(optimizer: Optimizer, agree: Callable[[int | None], int | None]) -> bool:
+    """Whether a step moves no weight and only makes the optimizer's state, to be saved or loaded into.
+
+    torch.distributed.checkpoint makes one, with learning rates and gradients of zero. A first step of a schedule that
+    begins at zero has other gradients, if not on every process that holds shards: `agree` asks them all.
+    """
+    if optimizer.state:
+        return False
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    if any(rate is None or (isinstance(rate, Tensor) and rate.device.type != "cpu") or rate != 0 for rate in rates):
+        return False
+    grads = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return agree(0 if not grads or any(bool(grad.any()) for grad in grads) else None) is None
 
 
 def wrap_step(optimizer: Optimizer, step: Step) -> Callable[[], None]:
