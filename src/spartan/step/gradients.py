@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
@@ -60,11 +61,15 @@ class GradientState:
         self.unused = 0  # gradients that were cleared, one after the other, without a step
         self._ddp, self._sharded = replicas(model), bool(fsdp_modules(model))
         self._handles: list[RemovableHandle] = []
-        me = weakref.ref(self)  # a parameter's hook must not keep a discarded state alive
+        self._accumulators: list[Node] = []  # what accumulates each gradient; a hook lives as long as they do
+        me = weakref.ref(self)  # a hook must not keep a discarded state alive
         for i, parameter in enumerate(self._parameters):
-            before, after = _hooks(me, self._kind, i, self._sharded)
-            self._handles.append(parameter.register_hook(before))
-            self._handles.append(parameter.register_post_accumulate_grad_hook(after))
+            hook = _hook(me, self._kind, i)
+            if self._sharded:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            else:
+                self._accumulators.append(get_gradient_edge(parameter).node)
+                self._handles.append(self._accumulators[-1].register_prehook(hook))
         if self._sharded:  # FSDP2 gives no notice before it accumulates
 
             def forward(module: nn.Module, inputs: Any) -> None:
@@ -78,6 +83,7 @@ class GradientState:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+        self._accumulators = []
 
     def fresh(self, i: int) -> bool:
         """Whether the gradient of target i is there and still one for w."""
@@ -120,9 +126,13 @@ class GradientState:
     @torch.no_grad()
     def turn_fresh(self, turn: Callable[[list[bool]], None]) -> None:
         """Have the fresh gradients turned, and add them to those of earlier backwards."""
-        fresh = [self.fresh(i) for i in range(len(self._kind))]
+        if any(self._kind):
+            fresh = [self.fresh(i) for i in range(len(self._kind))]
+        else:
+            fresh = [p.grad is not None for p in self._parameters]
         if any(fresh):
-            self.set_aside(fresh)  # also where this backward did not reach: through the budget it adds something there
+            if not all(fresh):  # also where this backward did not reach: through the budget it adds something there
+                self.set_aside(fresh)
             turn(fresh)
             grads = [p.grad for p in self._parameters]
             self._kind[:] = [RAW if grad is None else TURNED for grad in grads]
@@ -193,32 +203,22 @@ class GradientState:
         return any(p.grad is not None and p.grad.requires_grad for p in self._parameters)
 
 
-def _hooks(me: "weakref.ref[GradientState]", kind: list[int], i: int, sharded: bool) -> tuple[Any, Any]:
-    """What target i has done before and after its gradient is accumulated."""
+def _hook(me: "weakref.ref[GradientState]", kind: list[int], i: int) -> Callable[[Any], None]:
+    """What is done when target i's gradient is accumulated: before it is, but after it where FSDP2 does that."""
     task_of = torch._C._current_graph_task_id
 
-    def before(grad: Tensor) -> None:
-        """Before a gradient is accumulated, or taken by `torch.autograd.grad`, which accumulates nothing."""
+    def accumulates(_: Any) -> None:
         state = me()
         if state is not None:
             task = task_of()
             if task != state._task:
                 state._begin(task)
-            if kind[i] != RAW and not state.fresh(i):
-                state._put_aside(i)
+            if kind[i] != RAW:
+                if not state._sharded and not state.fresh(i):
+                    state._put_aside(i)
+                kind[i] = RAW
 
-    def after(parameter: Tensor) -> None:
-        """A gradient was accumulated."""
-        kind[i] = RAW
-
-    def after_a_shard(parameter: Tensor) -> None:
-        """The same; FSDP2's come without notice."""
-        state = me()
-        if state is not None and task_of() != state._task:
-            state._begin(task_of())
-        kind[i] = RAW
-
-    return before, after_a_shard if sharded else after
+    return accumulates
 
 
 def _inside_checkpoint() -> bool:

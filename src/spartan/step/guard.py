@@ -13,8 +13,9 @@ from spartan.distributed import fsdp_modules, is_dtensor, version
 from spartan.problem.targets import current, some_names
 from spartan.solvers.base import FINE
 from spartan.solvers.theta import copy_all
-from spartan.step.weights import Weights
+from spartan.step.weights import Weights, watched_parts
 
+OFTEN = 4  # steps between two looks at the flags of an accelerator
 FAR = 1e-3  # a mask this far from its budget, as a fraction of it, deserves a word; 1e-6 is the rule
 
 
@@ -38,9 +39,11 @@ class Guard:
         self.perturbed: Callable[[], bool] = lambda: False  # whether weights are moved for a while, and put back
         on_device = weights.bad.device.type == "cuda"
         # Where the flags and the residuals arrive.
-        pair = weights.bad, weights.residuals
-        self._seen = [torch.empty_like(x, device="cpu").copy_(x).pin_memory() if on_device else x for x in pair]
-        self._arrived: torch.cuda.Event | None = None
+        self._watched = weights.watched.cpu().pin_memory() if on_device else weights.watched
+        self._seen = watched_parts(self._watched)
+        self._event = torch.cuda.Event() if on_device else None
+        self._under_way = False  # whether they are on their way
+        self._where: list[int] | None = None  # where parameters lay when they were last found to be the same
         self._step = 0
         self._warned = False
         self._sums: Tensor | None = None  # of what was written, now and then
@@ -48,7 +51,11 @@ class Guard:
     def same_tensors(self) -> None:
         """The model must hold the parameters that the run was built for."""
         held = [target.owner._parameters.get(target.attribute) for target in self.targets]
-        if not all(map(operator.is_, held, self._parameters)):
+        where = [p.data_ptr() for p in self._parameters] if self._whole else None
+        same = all(map(operator.is_, held, self._parameters))
+        if same and where is not None and where == self._where:
+            return
+        if not same:
             self.reshard()
         for target, here in zip(self.targets, held, strict=True):
             now = here if here is target.parameter else current(target)
@@ -58,6 +65,7 @@ class Guard:
                     f"{now.device}, the dense weights are {target.dtype} on {target.device}). Build the sparsifier after "
                     "model.to(...); to continue a run, load sparsifier.state_dict() into the new one."
                 )
+        self._where = where
 
     def reshard(self) -> None:
         """Let FSDP2 drop whole weights that a forward pass has left: shards are what is trained and written."""
@@ -77,7 +85,9 @@ class Guard:
     def _checksums(self) -> Tensor:
         """A number per target that changes with its values."""
         here = [target.local for target in self.targets]
-        return torch.stack([x.double() for x in torch._foreach_norm(here, 1)])
+        norms = torch._foreach_norm(here, 1)
+        alike = len({x.dtype for x in norms}) == 1
+        return torch.stack(norms if alike else [x.double() for x in norms])
 
     @torch.no_grad()
     def remember(self) -> None:
@@ -179,25 +189,21 @@ class Guard:
         return None if first == FINE else first
 
     def send(self, step: int) -> None:
-        """Start fetching the flags; nothing waits for them."""
-        on_device = self.weights.bad.device.type == "cuda"
-        if on_device and (self._arrived is not None or torch.cuda.is_current_stream_capturing()):
-            return
+        """Start fetching the flags, every few steps; nothing waits for them."""
         self._step = step
-        if on_device:
-            for seen, flags in zip(self._seen, (self.weights.bad, self.weights.residuals), strict=True):
-                seen.copy_(flags, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+        if self._event is None or self._under_way or step % OFTEN or torch.cuda.is_current_stream_capturing():
+            return
+        self._watched.copy_(self.weights.watched, non_blocking=True)
+        self._event.record()
+        self._under_way = True
 
     def look(self, wait: bool = False) -> None:
         """Raise what the flags say, if they have arrived."""
         if wait:
-            for seen, flags in zip(self._seen, (self.weights.bad, self.weights.residuals), strict=True):
-                seen.copy_(flags)
-        elif self.weights.bad.device.type == "cuda" and (self._arrived is None or not self._arrived.query()):
+            self._watched.copy_(self.weights.watched)
+        elif self._event is not None and not (self._under_way and self._event.query()):
             return
-        self._arrived = None
+        self._under_way = False
         self._look_at_residuals()
         gradient, weight, changed = self._seen[0].tolist()
         if gradient == weight == changed == FINE:

@@ -47,7 +47,8 @@ class Run:
         for solver in self.weights.solving:
             method.setup(solver, at)
         self.solve()
-        self.gradients = GradientState(problem.targets, self.backward, model)
+        followed = [] if method.identity else problem.targets  # where w = θ there is nothing to turn
+        self.gradients = GradientState(followed, self.backward, model)
 
     # ------------------------------------------------------------------ the step
 

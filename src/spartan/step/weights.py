@@ -31,10 +31,12 @@ class Weights:
         self.problem, self.method, self.kernels = problem, method, kernels
         self.problems = problem.split()
         device = problem.targets[0].local.device
-        self.bad = torch.full((3,), FINE, dtype=torch.int32, device=device)
         # With a `min_density` every target may become a segment of its own.
         self._rows = [len(part.segments) + any(part.floors) * len(part.targets) for part in self.problems]
-        self.residuals = torch.zeros(sum(self._rows), 2, dtype=torch.float64, device=device)
+        # What the guard looks at, in one piece of memory, so that one copy brings it to the host.
+        self.watched = torch.zeros(2 + 2 * sum(self._rows), dtype=torch.float64, device=device)
+        self.bad, self.residuals = watched_parts(self.watched)
+        self.bad.fill_(FINE)
         self.solving: list[TorchSolver] = []
         self.frozen: list[FrozenSolver] = []
         self.begin()
@@ -150,3 +152,8 @@ class Weights:
     def drop(self) -> None:
         """Let θ go."""
         self.solving, self.frozen, self.problems = [], [], []
+
+
+def watched_parts(watched: Tensor) -> tuple[Tensor, Tensor]:
+    """The flags of what went wrong, and the residuals, in that memory."""
+    return watched[:2].view(torch.int32)[:3], watched[2:].view(-1, 2)

@@ -1,6 +1,7 @@
 """Holds what is known of a top-k on the device: its numbers by place, and floats as keys that sort as they do."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 import triton
@@ -153,6 +154,7 @@ class States:
         self.floats = torch.zeros(segments, FLOATS.value, dtype=torch.float64, device=device)
         self.ints = torch.zeros(segments, INTS.value, dtype=torch.int64, device=device)
         self._told: list[list[float]] = []
+        self._cells: dict[tuple[int, int], Tensor] = {}  # views, made once: one takes as long as a launch
         self._room = torch.zeros(segments, TOLD, dtype=torch.float64, device=device)
 
     def tell(self, numbers: list[list[float]]) -> None:
@@ -167,7 +169,9 @@ class States:
         capturing = self.floats.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if len(changed) <= FEW or capturing:  # a graph would go on reading the host's memory
             for s, place in changed:
-                self.floats[s, place].fill_(numbers[s][place])  # a number is an argument of the launch
+                if (s, place) not in self._cells:
+                    self._cells[s, place] = self.floats[s, place]
+                self._cells[s, place].fill_(numbers[s][place])  # a number is an argument of the launch
             return
         table = torch.tensor(numbers, dtype=torch.float64)
         if self.floats.device.type == "cuda":
@@ -182,12 +186,20 @@ class States:
 
     def selection(self) -> Selection:
         """What is kept, as views of this state."""
+        return self._selection
+
+    @cached_property
+    def _selection(self) -> Selection:
         return Selection(self.floats[:, VALUE.value], self.ints[:, CUT.value], self.floats[:, COST.value])
+
+    @cached_property
+    def _dual(self) -> tuple[Tensor, ...]:
+        return *(self.floats[:, i.value] for i in (CENTER, OFFSET, RESIDUAL)), self.ints[:, PASSES.value]
 
     def duals(self, beta: Sequence[float]) -> Duals:
         """The solved masks, as views of this state."""
-        center, offset, residual = (self.floats[:, i.value] for i in (CENTER, OFFSET, RESIDUAL))
-        return Duals(tuple(beta), center, offset, (1.0,) * len(beta), self.ints[:, PASSES.value], residual)
+        center, offset, residual, passes = self._dual
+        return Duals(tuple(beta), center, offset, (1.0,) * len(beta), passes, residual)
 
     def copy(self) -> "States":
         """A copy that stays as it is."""
