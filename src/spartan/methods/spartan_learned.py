@@ -84,8 +84,7 @@ class SpartanLearned(Method):
         problem = solver.problem
         scale = solver.state.per_target["scale"].tolist()
         beta = [x / scale[problem.members(s)[0]] for s, x in enumerate(self.beta_at(problem, at))]
-        phi = solver.state.learned["phi"].detach()
-        solver.solve(solver.k, None if math.isinf(beta[0]) else beta, ranks=phi)
+        solver.solve(solver.k, None if math.isinf(beta[0]) else beta, learned="phi")
 
     def form(self, solver: TorchSolver, at: Moment) -> Form:
         """Π_k(θ ⊙ softtopk(φ)): m·g for θ, the slope of the mask for φ."""

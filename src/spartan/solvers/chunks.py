@@ -126,11 +126,13 @@ class ChunkSolver(TorchSolver):
 
     # ------------------------------------------------------------------ masks
 
-    def solve(self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None) -> None:
+    def solve(
+        self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None, learned: str | None = None
+    ) -> None:
         """The threshold of the largest weights, and with a β the soft mask."""
-        self._mine = ranks is None and self.power == 1.0
+        self._mine = ranks is None and learned is None and self.power == 1.0
         if not self._mine:
-            super().solve(k, beta, ranks)
+            super().solve(k, beta, ranks, learned)
             return
         budgets = [check_budget(x, s.total) for x, s in zip(numbers(k), self.problem.segments, strict=True)]
         roots = {} if beta is None else self._warm_roots(budgets, beta)

@@ -125,6 +125,12 @@ class Gradients(Masks):
                 _add_grad(parameter, ranks.sum(ranks.counted(grad)) if whole else grad)
         return list(found[: len(leaves)])
 
+    def add_decay(self, form: Form, grads: Grads, scale: Tensor | None = None) -> None:
+        """Add to gradients for θ what the form adds whatever the loss, times the scale that they still have."""
+        for g, added in zip(grads, self.decay(form), strict=True):
+            if g is not None:
+                g.add_(added if scale is None else added * scale.to(added.dtype))
+
     def decay(self, form: Form) -> list[Tensor]:
         """What the form adds to the gradients for θ whatever the loss: a multiple of θ, or of ψ times its slope."""
         assert form.decay is not None

@@ -36,8 +36,15 @@ class Masks(Units):
         """Who compares units with one another."""
         return Pools(self) if self.problem.pattern.rows is None else Rows(self)
 
-    def solve(self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None) -> None:
-        """Choose what is kept, A, for these budgets, and with a β the soft mask; by magnitude, or by ranks of one's own."""
+    def solve(
+        self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None, learned: str | None = None
+    ) -> None:
+        """Choose what is kept, A, for these budgets, and with a β the soft mask.
+
+        By magnitude, by ranks of one's own, or by those that are learned under this name.
+        """
+        if learned is not None:
+            ranks = self.state.learned[learned].detach()
         ranks = self.scores() if ranks is None else ranks
         self.dual = None
         if beta is None:

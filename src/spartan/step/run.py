@@ -148,17 +148,14 @@ class Run:
             wanted = [i for i, n in where if self.gradients.undecayed(n)]
             # What the loss does not reach decays too, if it reaches anything.
             wanted += [i for i, n in where if targets[i].parameter.grad is None and wanted]
-            decay = part.decay(form) if wanted else []
             for i in wanted:
-                added = decay[i] if scale is None else decay[i] * scale.to(decay[i].dtype)
                 if targets[i].parameter.grad is None:
-                    targets[i].parameter.grad = like(targets[i].parameter, added.clone())
+                    targets[i].parameter.grad = like(targets[i].parameter, torch.zeros_like(targets[i].local))
                     self.gradients.turned(part.problem.numbers[i])
                     self.gradients.undecayed(part.problem.numbers[i])
-                else:
-                    grad = targets[i].local_grad
-                    assert grad is not None
-                    grad.add_(added)
+            if wanted:
+                some = set(wanted)
+                part.add_decay(form, [t.local_grad if i in some else None for i, t in enumerate(targets)], scale)
 
     # ------------------------------------------------------------------ masks and weights
 

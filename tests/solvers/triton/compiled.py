@@ -99,13 +99,17 @@ if __name__ == "__main__":
     for kernel in (
         weights.put,
         weights.take,
-        gradient.pull,
         gradient.through_mask,
-        gradient.where_kept,
         gradient.check,
     ):
         check_width(kernel)
-    check_width(weights.project, SOFT=True)
+    check_width(gradient.pull, ranks=None)
+    nothing = {"ranks": None, "masks": None}
+    for mask in (weights.ONE, weights.SOFT, weights.SHRUNK):
+        check_width(weights.project, **nothing, scales=None, rows=None, KEPT=weights.ABOVE, MASK=mask, P=3.0)
+    for decay in (False, True):
+        alone = {**nothing, "more_masks": None, "scale": None, "KEPT": weights.ABOVE, "MORE": weights.EVERYTHING}
+        check_width(gradient.where, **alone, DECAY=decay)
     tile = {"INLINE": True, "U": 128, "W": 16, "segments": None}
     compile_it(units.where_kept, GRAD=tl.float32, **tile)
     compile_it(units.project, SOFT=True, DTYPE=tl.float32, **tile)

@@ -92,10 +92,10 @@ def agree(pattern: Pattern, dtype: torch.dtype, any_order: bool = False, split: 
         mine = [None if g is None else g.clone(memory_format=torch.preserve_format) for g in grads]
         if form is soft:
             expected = plain._through_mask(form, grads)
-            fast.through_mask(mine)
+            fast.through_mask(form, mine)
         else:
             expected = plain._where(form, KEPT, grads)
-            fast.where_kept(mine)
+            fast.where(form, mine)
         for i, (g, e) in enumerate(zip(mine, expected, strict=True)):
             assert (g is None) == (i == 1)
             if g is not None and e is not None:

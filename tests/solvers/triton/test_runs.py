@@ -9,9 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from spartan import IMP, NM, Block, Channel, Flops, Sparsifier, Spartan, TopKAST, Unstructured, constant, linear
+from spartan.methods.acdc import ACDC
 from spartan.methods.base import Method
+from spartan.methods.feather import Feather
 from spartan.methods.movement import Movement
 from spartan.methods.optg import OptG
+from spartan.methods.rigl import RigL
+from spartan.methods.spartan_learned import SpartanLearned
+from spartan.methods.srste import SRSTE
+from spartan.methods.st3 import ST3
+from spartan.methods.static import Static
 from spartan.problem.patterns import Pattern
 from spartan.solvers.triton.frozen import FrozenTritonSolver
 from tests.solvers.triton import DEVICE
@@ -87,6 +94,16 @@ METHODS = {
     "imp": IMP(),
     "movement": Movement(),
     "optg": OptG(steepness=8),
+    "feather": Feather(),
+    "feather-2": Feather(p=2.5, pruned_gradient=0.25),
+    "st3": ST3(),
+    "st3-plain": ST3(rescale=False),
+    "srste": SRSTE(),
+    "topkast-every": TopKAST(backward_sparsity=0.1, exploration=1e-2, every=2),
+    "spartan-learned": SpartanLearned(beta=linear(1, 5)),
+    "acdc": ACDC(first_dense=0.2, phase=0.17, last_dense=0.17),
+    "rigl": RigL(every=2),
+    "static": Static(),
 }
 
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Grads
+from spartan.solvers.forms import Form, Mask
 from spartan.solvers.triton import gradient, units
-from spartan.solvers.triton.single import TritonSolver
+from spartan.solvers.triton.single import ByMagnitude
 from spartan.solvers.triton.tables import Pieces
 from spartan.solvers.triton.topk import TopK
 
@@ -30,7 +31,7 @@ class Grid(NamedTuple):
     columns: Tensor | None
 
 
-class BlockSolver(TritonSolver):
+class BlockSolver(ByMagnitude):
     """Launches the kernels of units that are rectangles of a weight seen as a matrix."""
 
     @classmethod
@@ -65,7 +66,6 @@ class BlockSolver(TritonSolver):
         self._sums = torch.zeros(self.ranked.count, 4, dtype=torch.float64, device=device)
         self._u_by_target = self._by_target(self._u)
         self.topk = TopK(numbers, problem.unit_costs, None, device, **owners, replay=self.kernels.replay)
-        self._ranks_topk = None
 
     def _over_units(self, kernel: Any, *arguments: Any, **kinds: Any) -> None:
         kernel[(self.ranked.count,)](*arguments, num_warps=8, **self._tile, **kinds)
@@ -85,14 +85,15 @@ class BlockSolver(TritonSolver):
         self.kernels.replay.flush()
         return self._u.clone()
 
-    def project(self, soft: bool) -> None:
+    def project(self, form: Form) -> None:
         """w = [kept] ⊙ θ, or [kept] ⊙ m ⊙ θ, into the parameters."""
+        soft = form.mask is Mask.SOFT
         x, p, states = self.kernels, self.ranked, self.topk.states
         where = x.to_parameters.of(x.parameters), x.to_thetas.of(self._theta.views), p.table, p.segments, *self._grids
         rest, kinds = (self._u, states.floats, states.ints), {"SOFT": soft, "DTYPE": x.dtype}
         x.write(("project", soft), lambda: self._over_units(units.project, *where, *rest, **kinds))
 
-    def through_mask(self, grads: Grads) -> None:
+    def through_mask(self, form: Form, grads: Grads) -> None:
         """Through the soft mask, in place."""
         x, p, floats, out = self.kernels, self.ranked, self.topk.states.floats, self.flags.residuals
         kinds = x.kinds(grads)
@@ -108,7 +109,7 @@ class BlockSolver(TritonSolver):
 
         x.replay(("through_mask", kinds["GRAD"]), launch_all)
 
-    def where_kept(self, grads: Grads) -> None:
+    def where(self, form: Form, grads: Grads) -> None:
         """Zero where not kept, in place."""
         x, p, states = self.kernels, self.ranked, self.topk.states
         kind, state = x.kinds(grads)["GRAD"], (self._u, states.floats, states.ints)

@@ -18,7 +18,7 @@ from spartan.solvers.triton.state import (
     row_of,
     segment_of,
 )
-from spartan.solvers.triton.weights import line_of, mask_of
+from spartan.solvers.triton.weights import ABOVE, STORED, kept_of, line_of, mask_of
 
 # What `pull` leaves for `through_mask`.
 RATIO = tl.constexpr(0)  # a₁/a₂
@@ -27,10 +27,10 @@ RESIDUAL = tl.constexpr(1)  # |Σ c m − k| / k: a late look at how well the ma
 
 @triton.jit
 def pull(
-    grads, thetas, table, segments, factors, all_floats, sums,
+    grads, thetas, ranks, table, segments, factors, all_floats, sums,
     GRAD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of each piece: Σ g·θ·m(1−m), Σ m(1−m) and Σ m."""
+    """Of each piece: Σ g·θ·m(1−m), Σ m(1−m) and Σ m. The mask is that of |θ|, or of given ranks."""
     piece = tl.program_id(0)
     which, start, length, _ = even_row_of(table, piece, ALIGNED)
     factor = tl.load(factors + piece)
@@ -40,6 +40,8 @@ def pull(
     there = grad != 0
     floats = all_floats + segment_of(segments, piece) * FLOATS
     slope, center, shift = line_of(floats)
+    if ranks is not None:
+        rank_at = tl.load(ranks + which).to(tl.pointer_type(tl.float32)) + start
     a1 = tl.zeros((BLOCK,), tl.float32)
     a2 = tl.zeros((BLOCK,), tl.float32)
     f = tl.zeros((BLOCK,), tl.float32)
@@ -50,7 +52,10 @@ def pull(
         g = tl.zeros((BLOCK,), tl.float32)
         if there:
             g = tl.load(grad_at + here, mask=inside, other=0.0).to(tl.float32)
-        m = mask_of(tl.abs(theta) * factor, slope, center, shift)
+        u = tl.abs(theta) * factor
+        if ranks is not None:
+            u = tl.load(rank_at + here, mask=inside, other=0.0)
+        m = mask_of(u, slope, center, shift)
         steep = tl.where(inside, m - m * m, 0.0)
         a1 += g * theta * steep
         a2 += steep
@@ -122,11 +127,51 @@ def through_mask(
 
 
 @triton.jit
-def where_kept(
-    grads, thetas, table, segments, factors, floats, ints,
+def through_learned(
+    grads, thetas, ranks, learned, table, segments, costs, all_floats, out,
+    ADD: tl.constexpr, GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """∂L/∂θ = m·g; and for the learned ranks of the mask βm(1−m)·(g·θ − c·a₁/a₂), into their gradient or added to it."""
+    piece = tl.program_id(0)
+    which, start, length, _ = row_of(table, piece)
+    grad = tl.load(grads + which)
+    segment = segment_of(segments, piece)
+    floats = all_floats + segment * FLOATS
+    back = (tl.load(out + 2 * segment + RATIO) * tl.load(costs + piece)).to(tl.float32)
+    beta = tl.load(floats + BETA).to(tl.float32)
+    slope, center, shift = line_of(floats)
+    theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
+    grad_at = grad.to(tl.pointer_type(GRAD)) + start
+    rank_at = tl.load(ranks + which).to(tl.pointer_type(tl.float32)) + start
+    learned_at = tl.load(learned + which).to(tl.pointer_type(tl.float32)) + start
+    for i in range(0, length, BLOCK):
+        here = i + tl.arange(0, BLOCK)
+        inside = here < length
+        m = mask_of(tl.load(rank_at + here, mask=inside, other=0.0), slope, center, shift)
+        pull = tl.zeros((BLOCK,), tl.float32)
+        if grad != 0:
+            theta = tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)
+            g = tl.load(grad_at + here, mask=inside, other=0.0)
+            pull = g.to(tl.float32) * theta
+            tl.store(grad_at + here, g * m.to(GRAD), mask=inside)
+        moved = beta * (m - m * m) * (pull - back)
+        if ADD:
+            moved += tl.load(learned_at + here, mask=inside, other=0.0)
+        tl.store(learned_at + here, moved, mask=inside)
+
+
+@triton.jit
+def where(
+    grads, thetas, ranks, masks, more_masks, numbers, scale, table, segments, factors,
+    all_floats, all_ints, more_values, more_cuts,
+    KEPT: tl.constexpr, MORE: tl.constexpr, DECAY: tl.constexpr,
     GRAD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """∂L/∂θ = [kept] ⊙ g."""
+    """g times a factor on A, on B∖A and on the rest; with DECAY, that factor times θ is added to g.
+
+    A and B are EVERYTHING, what is ABOVE a threshold of |θ| or of given ranks, or STORED, a byte an entry. `numbers`
+    has the three factors of every segment. A loss scale, where there is one, multiplies what is added.
+    """
     piece = tl.program_id(0)
     which, start, length, position = even_row_of(table, piece, ALIGNED)
     grad = tl.load(grads + which)
@@ -135,15 +180,55 @@ def where_kept(
         theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
         grad_at = place_of(grad, start, GRAD, ALIGNED)
         segment = segment_of(segments, piece)
-        value = tl.load(floats + segment * FLOATS + VALUE).to(tl.float32)
-        cut = tl.load(ints + segment * INTS + CUT) - position
+        on_a = tl.load(numbers + 3 * segment)
+        on_b = tl.load(numbers + 3 * segment + 1)
+        on_rest = tl.load(numbers + 3 * segment + 2)
+        if scale is not None:
+            by = tl.load(scale).to(tl.float32)
+            on_a *= by
+            on_b *= by
+            on_rest *= by
+        if ranks is not None:
+            rank_at = tl.load(ranks + which).to(tl.pointer_type(tl.float32)) + start
+        if masks is not None:
+            mask_at = tl.load(masks + which).to(tl.pointer_type(tl.int8)) + start
+        if more_masks is not None:
+            more_at = tl.load(more_masks + which).to(tl.pointer_type(tl.int8)) + start
+        if KEPT == ABOVE:
+            value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
+            cut = tl.load(all_ints + segment * INTS + CUT) - position
+        if MORE == ABOVE:
+            more_value = tl.load(more_values + segment).to(tl.float32)
+            more_cut = tl.load(more_cuts + segment) - position
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
             inside = here < length
-            u = tl.abs(tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)) * factor
-            kept = (u > value) | ((u == value) & (here < cut))
-            g = tl.load(grad_at + here, mask=inside, other=0.0)
-            tl.store(grad_at + here, tl.where(kept, g, 0.0), mask=inside)
+            u = tl.zeros((BLOCK,), tl.float32)
+            theta = tl.zeros((BLOCK,), tl.float32)
+            if DECAY or ((KEPT == ABOVE or MORE == ABOVE) and ranks is None):
+                theta = tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)
+                u = tl.abs(theta) * factor
+            if ranks is not None:
+                u = tl.load(rank_at + here, mask=inside, other=0.0)
+            by = tl.zeros((BLOCK,), tl.float32) + on_rest
+            if MORE == ABOVE:
+                by = tl.where(kept_of(u, here, more_value, more_cut), on_b, by)
+            elif MORE == STORED:
+                by = tl.where(tl.load(more_at + here, mask=inside, other=0) != 0, on_b, by)
+            else:
+                by = tl.zeros((BLOCK,), tl.float32) + on_b
+            if KEPT == ABOVE:
+                by = tl.where(kept_of(u, here, value, cut), on_a, by)
+            elif KEPT == STORED:
+                by = tl.where(tl.load(mask_at + here, mask=inside, other=0) != 0, on_a, by)
+            else:
+                by = tl.zeros((BLOCK,), tl.float32) + on_a
+            g = tl.load(grad_at + here, mask=inside, other=0.0).to(tl.float32)
+            if DECAY:
+                g += (by * theta).to(DTYPE).to(tl.float32)
+            else:
+                g = tl.where(by == 0.0, 0.0, g * by)  # a NaN where nothing is to come is none
+            tl.store(grad_at + here, g.to(GRAD), mask=inside)
 
 
 @triton.jit
@@ -159,6 +244,46 @@ def where_stored(grads, masks, table, GRAD: tl.constexpr, BLOCK: tl.constexpr):
             here = i + tl.arange(0, BLOCK)
             gone = tl.load(mask_at + here, mask=here < length, other=1) == 0
             tl.store(grad_at + here, tl.zeros((BLOCK,), GRAD), mask=gone)
+
+
+@triton.jit
+def times_mask(grads, masks, table, GRAD: tl.constexpr, BLOCK: tl.constexpr):
+    """∂L/∂θ = m·g, m a stored number for every entry."""
+    piece = tl.program_id(0)
+    which, start, length, _ = row_of(table, piece)
+    grad = tl.load(grads + which)
+    if grad != 0:
+        mask_at = tl.load(masks + which).to(tl.pointer_type(tl.float32)) + start
+        grad_at = grad.to(tl.pointer_type(GRAD)) + start
+        for i in range(0, length, BLOCK):
+            here = i + tl.arange(0, BLOCK)
+            inside = here < length
+            g = tl.load(grad_at + here, mask=inside, other=0.0)
+            m = tl.load(mask_at + here, mask=inside, other=0.0).to(GRAD)
+            tl.store(grad_at + here, g * m, mask=inside)
+
+
+@triton.jit
+def teach(
+    grads, thetas, learned, table, ADD: tl.constexpr, GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """g·θ of every entry, into the gradient of what is learned, or added to it; a missing g counts as zero."""
+    piece = tl.program_id(0)
+    which, start, length, _ = row_of(table, piece)
+    grad = tl.load(grads + which)
+    theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
+    grad_at = grad.to(tl.pointer_type(GRAD)) + start
+    learned_at = tl.load(learned + which).to(tl.pointer_type(tl.float32)) + start
+    for i in range(0, length, BLOCK):
+        here = i + tl.arange(0, BLOCK)
+        inside = here < length
+        pull = tl.zeros((BLOCK,), tl.float32)
+        if grad != 0:
+            theta = tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)
+            pull = tl.load(grad_at + here, mask=inside, other=0.0).to(tl.float32) * theta
+        if ADD:
+            pull += tl.load(learned_at + here, mask=inside, other=0.0)
+        tl.store(learned_at + here, pull, mask=inside)
 
 
 @triton.jit

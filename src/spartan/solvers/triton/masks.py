@@ -1,5 +1,6 @@
 """Chooses masks by Triton kernels: all segments in one launch, nothing waits for the device."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,10 @@ class KernelMasks(TorchSolver):
         self.kernels = Launcher(problem, flags)
         super().__init__(problem, flags, alias)
         self._mine = False  # whether the masks in use were chosen by the kernels, from θ
+        self._by_learned: str | None = None  # or from these learned ranks
+        self._values: tuple[Tensor, list[Tensor]] | None = None  # learned ranks, and by target
+        self._ranks_topk: TopK | None = None
+        self._learned: TopK | None = None
         self.prepare()
 
     @property
@@ -51,22 +56,32 @@ class KernelMasks(TorchSolver):
         self.ranked = Pieces(*each, **owners)
         self.topk = TopK(*each, **owners, replay=self.kernels.replay)
         self._sums = torch.zeros(self.ranked.count, 4, dtype=torch.float64, device=self.device)
-        self._ranks_topk: TopK | None = None
 
     def redivided(self) -> None:
         """The problem has other segments now."""
         super().redivided()
         self.kernels = Launcher(self.problem, self.flags)  # recorded launches read the tables so far
-        self._mine = False
+        self._mine, self._by_learned = False, None
+        self._ranks_topk = self._learned = None
         self.prepare()
 
     def competing(self) -> list[Tensor]:
         """What the kernels rank: θ, or a number per unit made of it."""
         return self._theta.views
 
-    def solve(self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None) -> None:
+    def solve(
+        self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None, learned: str | None = None
+    ) -> None:
         """The thresholds of the largest magnitudes, and with a β the soft masks: one launch for all segments."""
-        self._mine = ranks is None and self.power == 1.0
+        self._mine, self._by_learned = ranks is None and learned is None and self.power == 1.0, None
+        if learned is not None:
+            if self.state.learned[learned].dtype == torch.float32:
+                topk, self._by_learned = self._learned_topk(), learned
+                topk.solve(self.learned_values(learned), k, beta)
+                self.a, self.dual = topk.states.selection(), None if beta is None else topk.states.duals(beta)
+            else:
+                super().solve(k, beta, learned=learned)
+            return
         if self._mine:
             self.topk.solve(self.competing(), k, beta)
             self.a, self.dual = self.topk.states.selection(), None if beta is None else self.topk.states.duals(beta)
@@ -87,6 +102,34 @@ class KernelMasks(TorchSolver):
         """By plain torch."""
         self._mine = False
         super().sinkhorn(k, beta, init)
+
+    def top(self, k: Budgets, ranks: Tensor, among: Tensor | None = None) -> Tensor:
+        """Bool per unit: those of highest rank that fit the budgets, among all or some; exact, ties by position."""
+        if ranks.dtype != torch.float32 or self.problem.pattern.rows is not None:
+            return super().top(k, ranks, among)
+        if among is not None:
+            ranks = torch.where(among, ranks, -math.inf)
+        ranks = ranks.contiguous()
+        found, topk = torch.empty(ranks.shape, dtype=torch.bool, device=ranks.device), self._rank_topk()
+        topk.cold = True
+        topk.solve(self._by_target(ranks), k, None)
+        topk.keep(self._by_target(ranks), self._by_target(found))
+        return found if among is None else found & among
+
+    def learned_values(self, name: str) -> list[Tensor]:
+        """Learned ranks by target; the same list as long as they stay where they are."""
+        values = self.state.learned[name].detach()
+        if self._values is None or self._values[0].data_ptr() != values.data_ptr():
+            self._values = values, self._by_target(values)
+        return self._values[1]
+
+    def _learned_topk(self) -> TopK:
+        """The top-k of what is learned: it begins where it was."""
+        if self._learned is None:
+            problem, segments = self.problem, len(self.problem.segments)
+            each = problem.units, problem.unit_costs, None, self.device
+            self._learned = TopK(*each, problem.segment_of, segments)
+        return self._learned
 
     def _rank_topk(self) -> TopK:
         """The top-k of ranks that have nothing to do with θ."""

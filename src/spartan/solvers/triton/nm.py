@@ -9,6 +9,7 @@ a target has fewer than 2³¹ entries.
 import triton
 import triton.language as tl
 
+from spartan.solvers.triton.ptx import log_of_one_plus
 from spartan.solvers.triton.state import row_of
 
 BETA = tl.constexpr(0)
@@ -51,15 +52,6 @@ def kept_of(u, n, M: tl.constexpr, LANES: tl.constexpr):
         other = tl.sum(tl.where(lane == i, u, 0.0), 1)[:, None]
         ahead += ((other > u) | ((other == u) & (i < lane))).to(tl.int32)
     return ahead < n
-
-
-@triton.jit
-def log_of_one_plus(y):
-    """log(1 + y) for y > −1, without loss where y is small."""
-    t = y / (2.0 + y)
-    t2 = t * t
-    near = 2.0 * t * (1.0 + t2 * (1.0 / 3.0 + t2 * (1.0 / 5.0)))
-    return tl.where(tl.abs(t) < 0.1, near, tl.log(1.0 + y))
 
 
 @triton.jit

@@ -42,6 +42,15 @@ def logistic(x):
 
 
 @triton.jit
+def log_of_one_plus(y):
+    """log(1 + y) for y > −1, without loss where y is small."""
+    t = y / (2.0 + y)
+    t2 = t * t
+    near = 2.0 * t * (1.0 + t2 * (1.0 / 3.0 + t2 * (1.0 / 5.0)))
+    return tl.where(tl.abs(t) < 0.1, near, tl.log(1.0 + y))
+
+
+@triton.jit
 def count_places(counts, place, span, shift):
     """Add 1 to the bin place >> shift, for each place up to the span; sums of whole numbers have no order."""
     if INLINE:

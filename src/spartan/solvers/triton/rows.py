@@ -13,18 +13,19 @@ from torch import Tensor
 from spartan.ops import rows
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Grads
+from spartan.solvers.forms import Form, Mask
 from spartan.solvers.pools import Budgets
 from spartan.solvers.rows import Rows
 from spartan.solvers.torch import TorchSolver
 from spartan.solvers.triton import nm
-from spartan.solvers.triton.single import TritonSolver
+from spartan.solvers.triton.single import ByMagnitude
 from spartan.solvers.triton.tables import Pieces
 
 TILE = 2048  # entries that a program holds at once
 LONGEST_RUN = 64  # every entry is compared with all of its run
 
 
-class RowSolver(TritonSolver):
+class RowSolver(ByMagnitude):
     """Launches the kernels of runs of m weights along the inputs."""
 
     pools: Rows
@@ -50,11 +51,14 @@ class RowSolver(TritonSolver):
         self._numbers_there = torch.zeros(2, dtype=torch.float64, device=self.device)
         self._told = [0.0, 0.0]
 
-    def solve(self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None) -> None:
+    def solve(
+        self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None, learned: str | None = None
+    ) -> None:
         """How many of every run are kept, and with a β their soft masks; θ is read when they are used."""
-        self._mine = ranks is None and self.power == 1.0 and (beta is None or len(set(beta)) == 1)
+        by_magnitude = ranks is None and learned is None and self.power == 1.0
+        self._mine = by_magnitude and (beta is None or len(set(beta)) == 1)
         if not self._mine:
-            TorchSolver.solve(self, k, beta, ranks)
+            TorchSolver.solve(self, k, beta, ranks, learned)
             return
         self.a = self.pools.select(torch.empty(0), k)
         self.dual = None if beta is None else self.pools.duals(beta, self.a.n)
@@ -85,8 +89,9 @@ class RowSolver(TritonSolver):
         tables = p.table, self._strides, p.factors, self._numbers_there
         kernel[(p.count,)](*arguments, *tables, **self._tile, num_warps=8, **kinds)
 
-    def project(self, soft: bool) -> None:
+    def project(self, form: Form) -> None:
         """w = [kept] ⊙ θ, or [kept] ⊙ m ⊙ θ, into the parameters."""
+        soft = form.mask is Mask.SOFT
         self._tell()
         x = self.kernels
         tables = x.to_parameters.of(x.parameters), x.to_thetas.of(self._theta.views)
@@ -94,11 +99,11 @@ class RowSolver(TritonSolver):
         kinds = {"SOFT": soft, "WIDE": wide, "DTYPE": x.dtype, **self._passes}
         x.write(("project", soft, wide), lambda: self._over_runs(nm.project, *tables, **kinds))
 
-    def through_mask(self, grads: Grads) -> None:
+    def through_mask(self, form: Form, grads: Grads) -> None:
         """Through the soft mask, in place."""
         self._to_gradients("through_mask", nm.through_mask, grads, **self._passes)
 
-    def where_kept(self, grads: Grads) -> None:
+    def where(self, form: Form, grads: Grads) -> None:
         """Zero where not kept, in place."""
         self._to_gradients("where_kept", nm.where_kept, grads)
 

@@ -133,3 +133,21 @@ class Addresses:
             self._table.copy_(table, non_blocking=True)
             self._last, self.aligned = now, all(address % 16 == 0 for address in now)
         return self._table
+
+
+class Numbers:
+    """A few numbers for each segment, on the device; sent again only when they changed."""
+
+    def __init__(self, segments: int, device: torch.device, each: int = 3) -> None:
+        self._there = torch.zeros(segments * each, dtype=torch.float32, device=device)
+        self._told: list[float] = []
+
+    def of(self, numbers: list[float]) -> Tensor:
+        """Where they lie: always in the same place."""
+        if numbers != self._told:
+            table = torch.tensor(numbers, dtype=torch.float32)
+            if self._there.device.type == "cuda":
+                table = table.pin_memory()  # from there the copy is queued, and the host goes on
+            self._there.copy_(table, non_blocking=True)
+            self._told = numbers
+        return self._there

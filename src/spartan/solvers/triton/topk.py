@@ -26,6 +26,7 @@ from spartan.solvers.triton.replay import Replay
 from spartan.solvers.triton.search import search
 from spartan.solvers.triton.state import BINS, States
 from spartan.solvers.triton.tables import Addresses, Pieces
+from spartan.solvers.triton.weights import keep
 
 MOST_PASSES = 40  # two or three are the rule
 SAMPLED_FROM = 1 << 18  # entries; fewer are soon counted
@@ -76,7 +77,7 @@ class TopK:
         self.above = torch.zeros(n, dtype=torch.int32, device=device)
         self.sums = torch.zeros(n, 4, dtype=torch.float64, device=device)
         self.arrived = torch.zeros(1, dtype=torch.int64, device=device)
-        self.addresses = Addresses(device, fixed=replay is not None)
+        self.addresses, self._to_masks = Addresses(device, fixed=replay is not None), Addresses(device)
         self.replay = replay or Replay(device)
         self.states = States(segments, device)
         self.cold = True  # there is no solution to start from
@@ -119,6 +120,16 @@ class TopK:
             ALIGNED=self.addresses.aligned, SUM=tl.float64 if max(self.sizes) <= WIDE else tl.float32,
             SEGMENTS=triton.next_power_of_2(segments), BLOCK=BLOCK, ROWS=512, **self.launch,
         )  # fmt: skip
+
+    def keep(self, tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
+        """What was found, into masks of bools."""
+        tables, p = (self.addresses.of(tensors), self._to_masks.of(masks)), self.pieces
+        self.replay(
+            "keep",
+            lambda: keep[(p.count,)](
+                *tables, p.table, p.segments, self.states.floats, self.states.ints, BLOCK=BLOCK, num_warps=WARPS
+            ),
+        )
 
     def solve_anew(
         self, tensors: Sequence[Tensor], k: Sequence[float] | Tensor, beta: Sequence[float] | None = None

@@ -6,7 +6,7 @@ An address of 0 stands for a tensor that is left alone.
 import triton
 import triton.language as tl
 
-from spartan.solvers.triton.ptx import LOG2E, logistic
+from spartan.solvers.triton.ptx import LOG2E, log_of_one_plus, logistic
 from spartan.solvers.triton.state import (
     BETA,
     CENTER,
@@ -20,6 +20,15 @@ from spartan.solvers.triton.state import (
     row_of,
     segment_of,
 )
+
+# What is kept, and what w is there.
+EVERYTHING = tl.constexpr(0)
+ABOVE = tl.constexpr(1)
+STORED = tl.constexpr(2)
+ONE = tl.constexpr(0)
+SOFT = tl.constexpr(1)
+SHRUNK = tl.constexpr(2)
+NUMBERS = tl.constexpr(3)
 
 
 @triton.jit
@@ -37,11 +46,38 @@ def mask_of(u, slope, center, shift):
 
 
 @triton.jit
+def kept_of(u, here, value, cut):
+    """What a threshold keeps: what is above it, and of what is equal to it the first."""
+    return (u > value) | ((u == value) & (here < cut))
+
+
+@triton.jit
+def shrunk_of(u, tau, P: tl.constexpr):
+    """(1 − (τ/u)ᵖ)^(1/p) for u > τ, by x = 1 − τ/u, so that nothing cancels where x is small; 1 for other u."""
+    above = u > tau
+    x = tl.where(above, (u - tau) / tl.where(above, u, 1.0), 1.0)
+    if P == 1.0:
+        return x
+    else:
+        # 1 − (1 − x)ᵖ = −expm1(p·log1p(−x))
+        z = P * log_of_one_plus(-tl.minimum(x, 0.9999999))
+        near = -z * (1.0 + z / 2.0 * (1.0 + z / 3.0 * (1.0 + z / 4.0 * (1.0 + z / 5.0))))
+        y = tl.where(z > -0.1, near, 1.0 - tl.exp(z))
+        return tl.where(x < 1.0, tl.exp2(tl.log2(y) / P), 1.0)
+
+
+@triton.jit
 def project(
-    parameters, thetas, table, segments, factors, all_floats, all_ints,
-    SOFT: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    parameters, thetas, ranks, masks, taus, scales, rows, table, segments, factors, all_floats, all_ints,
+    KEPT: tl.constexpr, MASK: tl.constexpr, P: tl.constexpr,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """w = [kept] ⊙ θ, with SOFT [kept] ⊙ m ⊙ θ, into the parameters; exactly +0.0 where not kept."""
+    """w = [kept] ⊙ mask ⊙ θ into the parameters; exactly +0.0 where not kept.
+
+    KEPT is EVERYTHING, what is ABOVE the threshold of |θ| or of given ranks, or STORED in `masks`, a byte an entry. MASK
+    is ONE, SOFT, SHRUNK or NUMBERS, which `masks` holds then. `scales` has a number for each row of a weight, `rows` the
+    first row of each target and the length of its rows; None for none.
+    """
     piece = tl.program_id(0)
     which, start, length, position = even_row_of(table, piece, ALIGNED)
     parameter = tl.load(parameters + which)
@@ -51,38 +87,139 @@ def project(
         factor = tl.load(factors + piece)
         theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
         parameter_at = place_of(parameter, start, DTYPE, ALIGNED)
+        if ranks is not None:
+            rank_at = tl.load(ranks + which).to(tl.pointer_type(tl.float32)) + start
+        if masks is not None:
+            kind: tl.constexpr = tl.float32 if MASK == NUMBERS else tl.int8
+            mask_at = tl.load(masks + which).to(tl.pointer_type(kind)) + start
         value = tl.load(floats + VALUE).to(tl.float32)
         cut = tl.load(all_ints + segment * INTS + CUT) - position
-        if SOFT:
+        if MASK == SOFT:
             slope, center, shift = line_of(floats)
+        if MASK == SHRUNK:
+            tau = tl.maximum(tl.load(taus + segment).to(tl.float32), 0.0)
+        if scales is not None:
+            first_row = tl.load(rows + 2 * which)
+            long = tl.load(rows + 2 * which + 1)
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
             inside = here < length
             theta = tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)
             u = tl.abs(theta) * factor
-            kept = (u > value) | ((u == value) & (here < cut))
+            if ranks is not None:
+                u = tl.load(rank_at + here, mask=inside, other=0.0)
             w = theta
-            if SOFT:
+            if MASK == SOFT:
                 w = theta * mask_of(u, slope, center, shift).to(DTYPE).to(tl.float32)
-            tl.store(parameter_at + here, tl.where(kept, w, 0.0).to(DTYPE), mask=inside)
+            elif MASK == SHRUNK:
+                m = shrunk_of(u, tau, P)
+                if scales is not None:
+                    m *= tl.load(scales + first_row + (start + here) // long, mask=inside, other=0.0)
+                w = theta * m.to(DTYPE).to(tl.float32)
+            elif MASK == NUMBERS:
+                w = theta * tl.load(mask_at + here, mask=inside, other=0.0).to(DTYPE).to(tl.float32)
+            if KEPT == ABOVE:
+                w = tl.where(kept_of(u, here, value, cut), w, 0.0)
+            elif KEPT == STORED:
+                w = tl.where(tl.load(mask_at + here, mask=inside, other=0) != 0, w, 0.0)
+            tl.store(parameter_at + here, w.to(DTYPE), mask=inside)
 
 
 @triton.jit
-def project_stored(parameters, thetas, masks, table, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """w = [kept] ⊙ θ into the parameters, from masks of one byte an entry."""
+def keep(ranks, masks, table, segments, all_floats, all_ints, BLOCK: tl.constexpr):
+    """What the thresholds of ranks keep, a byte an entry."""
+    piece = tl.program_id(0)
+    which, start, length, position = row_of(table, piece)
+    segment = segment_of(segments, piece)
+    rank_at = tl.load(ranks + which).to(tl.pointer_type(tl.float32)) + start
+    mask_at = tl.load(masks + which).to(tl.pointer_type(tl.int8)) + start
+    value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
+    cut = tl.load(all_ints + segment * INTS + CUT) - position
+    for i in range(0, length, BLOCK):
+        here = i + tl.arange(0, BLOCK)
+        inside = here < length
+        u = tl.load(rank_at + here, mask=inside, other=0.0)
+        tl.store(mask_at + here, kept_of(u, here, value, cut).to(tl.int8), mask=inside)
+
+
+@triton.jit
+def restart(thetas, masks, table, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """θ ← 0 where a mask says so."""
     piece = tl.program_id(0)
     which, start, length, _ = row_of(table, piece)
-    parameter = tl.load(parameters + which)
-    if parameter != 0:
-        theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
-        mask_at = tl.load(masks + which).to(tl.pointer_type(tl.int8)) + start
-        parameter_at = parameter.to(tl.pointer_type(DTYPE)) + start
+    theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
+    mask_at = tl.load(masks + which).to(tl.pointer_type(tl.int8)) + start
+    for i in range(0, length, BLOCK):
+        here = i + tl.arange(0, BLOCK)
+        there = tl.load(mask_at + here, mask=here < length, other=0) != 0
+        tl.store(theta_at + here, tl.zeros((BLOCK,), DTYPE), mask=there)
+
+
+@triton.jit
+def largest_below(
+    thetas, table, segments, factors, all_floats, all_ints, found,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest u of each piece below the threshold, where units equal to it are kept; else nothing is read."""
+    piece = tl.program_id(0)
+    which, start, length, _ = even_row_of(table, piece, ALIGNED)
+    segment = segment_of(segments, piece)
+    if tl.load(all_ints + segment * INTS + CUT) > 0:
+        factor = tl.load(factors + piece)
+        theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
+        value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
+        most = tl.full((BLOCK,), -float("inf"), tl.float32)
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
             inside = here < length
-            kept = tl.load(mask_at + here, mask=inside, other=0) != 0
-            w = tl.load(theta_at + here, mask=kept, other=0.0)
-            tl.store(parameter_at + here, w, mask=inside)
+            u = tl.abs(tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)) * factor
+            most = tl.maximum(most, tl.where(inside & (u < value), u, -float("inf")))
+        tl.store(found + piece, tl.max(most))
+
+
+@triton.jit
+def below(limits, found, all_floats, all_ints, taus, ROWS: tl.constexpr):
+    """τ of every segment: the largest value strictly below every kept one."""
+    segment = tl.program_id(0)
+    tau = tl.load(all_floats + segment * FLOATS + VALUE)
+    if tl.load(all_ints + segment * INTS + CUT) > 0:
+        first = tl.load(limits + 6 * segment)
+        last = tl.load(limits + 6 * segment + 1)
+        most = tl.full((ROWS,), -float("inf"), tl.float32)
+        for i in range(0, last - first, ROWS):
+            row = first + i + tl.arange(0, ROWS)
+            most = tl.maximum(most, tl.load(found + row, mask=row < last, other=-float("inf")))
+        tau = tl.max(most).to(tl.float64)
+    tl.store(taus + segment, tau)
+
+
+@triton.jit
+def row_scales(
+    thetas, owners, rows, targets, factors, all_floats, all_ints, scales, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """1.01/(r + 0.01) of every row, r the share of its magnitude that is kept.
+
+    `owners` has the target of each row; `targets` of each target its segment and its first position there.
+    """
+    row = tl.program_id(0)
+    which = tl.load(owners + row)
+    long = tl.load(rows + 2 * which + 1)
+    start = (row - tl.load(rows + 2 * which)) * long
+    segment = tl.load(targets + 2 * which)
+    cut = tl.load(all_ints + segment * INTS + CUT) - tl.load(targets + 2 * which + 1) - start
+    value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
+    factor = tl.load(factors + which)
+    theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
+    whole = tl.zeros((BLOCK,), tl.float32)
+    left = tl.zeros((BLOCK,), tl.float32)
+    for i in range(0, long, BLOCK):
+        here = i + tl.arange(0, BLOCK)
+        inside = here < long
+        x = tl.abs(tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32))
+        whole += x
+        left += tl.where(kept_of(x * factor, here, value, cut) & inside, x, 0.0)
+    r = (tl.sum(left) / long + 1e-6) / (tl.sum(whole) / long + 1e-6)
+    tl.store(scales + row, 1.01 / (r + 0.01))
 
 
 @triton.jit
