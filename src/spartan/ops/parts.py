@@ -91,21 +91,23 @@ class Limit:
 
     k: float
     over: float
+    price: float | None  # of every unit, if they all cost the same
 
     @classmethod
     def of(cls, k: float, prices: Iterable[float]) -> "Limit":
         """From the budget and what the units cost."""
         cheapest, *others = sorted(set(prices))
-        return cls(k, slack(k, cheapest, not others))
+        return cls(k, slack(k, cheapest, not others), None if others else cheapest)
 
     def holds(self, terms: Iterable[float]) -> bool:
         """Whether these numbers together are within the limit: without any rounding, since the sign of an fsum is exact."""
         return math.fsum([*terms, -self.k, -self.over]) <= 0
 
-    def whole(self, price: float) -> int:
-        """How many units of one price it holds."""
-        count = math.floor((self.k + self.over) / price)
-        return count if self.holds(product(count, price)) else count - 1
+    def units(self) -> int:
+        """How many units of the one price it holds."""
+        assert self.price is not None
+        count = math.floor((self.k + self.over) / self.price)
+        return count if self.holds(product(count, self.price)) else count - 1
 
 
 def slack(k: float, cheapest: float, alike: bool) -> float:

@@ -1,7 +1,7 @@
 """Selects exactly: the longest prefix of the units, ordered by value / cost, whose cost fits the budget."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -76,15 +76,15 @@ def select(parts: Parts, k: float) -> Threshold:
     return boundary(parts, k).threshold
 
 
-def boundary(parts: Parts, k: float) -> Boundary:
-    """The threshold and its surroundings.
+def boundary(parts: Parts, k: float, prices: Iterable[float] | None = None) -> Boundary:
+    """The threshold and its surroundings; `prices` are what units cost, where that is known.
 
     A sample brackets the answer; one pass counts what lies above the bracket and collects what lies inside, which is
     sorted. A bracket that misses is widened, so the sample decides the time, never the result.
     """
     total = total_cost(parts)
     k = check_budget(k, total)
-    limit = Limit.of(k, _prices(parts))
+    limit = Limit.of(k, _prices(parts) if prices is None else prices)
     if k + limit.over >= total:
         return Boundary(Threshold(-math.inf, cost=total), 0.0, math.inf, math.inf)
     grid = Grid(total)
@@ -99,12 +99,11 @@ def boundary(parts: Parts, k: float) -> Boundary:
 def boundary_within(inside: Parts, limit: Limit, above: Above, grid: Grid) -> Boundary:
     """The boundary among a few units that hold it, when what lies above them is kept; its `cut` counts the ties kept."""
     values, order = torch.cat([p.u for p in inside]).sort(descending=True, stable=True)
-    price = _one_price(inside)
-    # Of the units in order, those equal to the threshold by position, so many fit.
-    if price is not None and above.count * price == above.coarse + above.fine:
-        fit, costs = min(max(limit.whole(price) - above.count, 0), len(values)), None
+    # So many of the units fit, in this order; those equal to the threshold stand in it by position.
+    if limit.price is not None:
+        fit = min(max(limit.units() - above.count, 0), len(values))
     else:
-        price, costs = None, torch.cat([_costs(p) for p in inside])[order]
+        costs = torch.cat([_costs(p) for p in inside])[order]
         fit = _how_many_fit(costs, limit, above, grid)
     edge = values[min(fit, len(values) - 1)]
     # Sorted upwards, the values equal to the threshold stand from `first` to `last`.
@@ -116,10 +115,9 @@ def boundary_within(inside: Parts, limit: Limit, above: Above, grid: Grid) -> Bo
     value, below, over = found[:3]
     first, last = (int(position) for position in found[3:])
     larger, equal = values.numel() - last, last - first
-    if price is not None:
-        sums = [larger * price, fit * price, equal * price]
+    if limit.price is not None:
+        sums = [larger * limit.price, fit * limit.price, equal * limit.price]
     else:
-        assert costs is not None
         sums = torch.stack([x.sum() for x in (costs[:larger], costs[:fit], costs[larger : larger + equal])]).tolist()
     already = above.coarse + above.fine
     return Boundary(
@@ -149,12 +147,6 @@ def _window(parts: Parts, limit: Limit, total: float, grid: Grid) -> tuple[Above
         if fits_above and (k + margin < cost + total_cost(inside) or low == -math.inf):
             return above, inside
         spread *= 8.0
-
-
-def _one_price(parts: Parts) -> float | None:
-    """The cost of every unit, if they all cost the same."""
-    cost = parts[0].c
-    return cost if not isinstance(cost, Tensor) and all(p.c == cost for p in parts) else None
 
 
 def _bracket(parts: Parts, k: float, total: float, spread: float) -> tuple[float, float]:
