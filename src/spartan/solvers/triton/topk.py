@@ -66,9 +66,13 @@ class TopK:
         )  # fmt: skip
         each = list(zip(owners, sizes, costs, strict=True))
         self.sizes = [sum(n for owner, n, _ in each if owner == g) for g in range(segments)]
-        self.costs = [math.fsum(n * c for owner, n, c in each if owner == g) for g in range(segments)]
+        self.costs = self.pieces.totals
+        self._prices = [sorted({c for owner, _, c in each if owner == g}) or [1.0] for g in range(segments)]
         self._totals = torch.tensor(self.costs, dtype=torch.float64).to(device)
-        self._unit_costs = self._totals / torch.tensor(self.sizes).clamp(min=1).to(device)
+        of_k, of_unit = ([slack(*each, len(p) == 1) for p in self._prices] for each in ((1.0, 0.0), (0.0, 1.0)))
+        cheapest = torch.tensor([p[0] * x for p, x in zip(self._prices, of_unit, strict=True)], dtype=torch.float64)
+        self._slack = torch.tensor(of_k, dtype=torch.float64).to(device), cheapest.to(device)
+        self._steps = torch.tensor([grid.step for grid in self.pieces.grids], dtype=torch.float64).to(device)
         n = max(1, self.pieces.count)
         self.counts = torch.zeros(len(self.pieces.prices), BINS.value, dtype=torch.int32, device=device)
         self.above = torch.zeros(n, dtype=torch.int32, device=device)
@@ -96,21 +100,35 @@ class TopK:
         if isinstance(k, Tensor):
             assert beta is None, "soft masks have budgets that the host knows"
             k = torch.minimum(k.double(), self._totals)
-            fit = k + slack(1.0, 0.0) * k + slack(0.0, 1.0) * self._unit_costs
-            self.states.tell_tensor(torch.stack((fit, k, self._totals, torch.zeros_like(k)), 1))
+            coarse = torch.floor(k / self._steps) * self._steps
+            fine = (k - coarse) + (k * self._slack[0] + self._slack[1])
+            if not self.split:  # then costs are whole steps
+                fine = torch.floor(fine / self._steps) * self._steps
+                coarse, fine = coarse + fine, torch.zeros_like(k)
+            self.states.tell_tensor(torch.stack((coarse, k, self._totals, torch.zeros_like(k), fine), 1))
             return
         numbers = []
-        for budget, total, size, b in zip(k, self.costs, self.sizes, sharpness, strict=True):
+        each = zip(k, self.costs, self._prices, self.pieces.grids, sharpness, strict=True)
+        for budget, total, prices, grid, b in each:
             budget = min(budget, total)
-            numbers.append([budget + slack(budget, total / max(1, size)), budget, total, b])
+            coarse = math.floor(budget / grid.step) * grid.step
+            fine = (budget - coarse) + slack(budget, prices[0], len(prices) == 1)
+            if not self.split:
+                coarse, fine = coarse + math.floor(fine / grid.step) * grid.step, 0.0
+            numbers.append([coarse, budget, total, b, fine])
         self.states.tell(numbers)
+
+    @property
+    def split(self) -> bool:
+        """Whether sums of costs would round, and are taken in two parts."""
+        return self.pieces.fine_costs is not None
 
     def _launch(self, where: Tensor, dtype: torch.dtype, soft: bool, cold: bool) -> None:
         p, segments = self.pieces, len(self.sizes)
         sampled = cold and max(self.sizes) >= SAMPLED_FROM
         search[(len(p.shares) - 1,)](
             where, p.table, p.shares, p.segments, p.limits, p.factors, p.kinds, p.costs, p.prices,
-            self.states.floats, self.states.ints, self.counts, self.above, self.sums, self.arrived,
+            p.fine_costs, p.fine_prices, self.states.floats, self.states.ints, self.counts, self.above, self.sums, self.arrived,
             segments, MOST_PASSES, 1e-6,
             SOFT=soft, COLD=cold, SAMPLED=sampled, ABS=self.absolute, DTYPE=DTYPES[dtype],
             ALIGNED=self.addresses.aligned, SUM=tl.float64 if max(self.sizes) <= WIDE else tl.float32,
