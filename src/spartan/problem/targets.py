@@ -101,10 +101,15 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module) and _only_wraps(model):
+            model = inner
         else:
             return model
+
+
+def _only_wraps(model: nn.Module) -> bool:
+    """Whether a module holds nothing but the one that torch.compile was given."""
+    return list(model._modules) == ["_orig_mod"] and not model._parameters and not model._buffers
 
 
 def clean_name(name: str) -> str:

@@ -128,8 +128,8 @@ class TopK:
         sampled = cold and max(self.sizes) >= SAMPLED_FROM
         search[(len(p.shares) - 1,)](
             where, p.table, p.shares, p.segments, p.limits, p.factors, p.kinds, p.costs, p.prices,
-            p.fine_costs, p.fine_prices, self.states.floats, self.states.ints, self.counts, self.above, self.sums, self.arrived,
-            segments, MOST_PASSES, 1e-6,
+            p.fine_costs, p.fine_prices, self.states.floats, self.states.ints, self.counts, self.above, self.sums,
+            self.arrived, segments, MOST_PASSES, 1e-6,
             SOFT=soft, COLD=cold, SAMPLED=sampled, ABS=self.absolute, DTYPE=DTYPES[dtype],
             ALIGNED=self.addresses.aligned, SUM=tl.float64 if max(self.sizes) <= WIDE else tl.float32,
             SEGMENTS=triton.next_power_of_2(segments), BLOCK=BLOCK, ROWS=512, **self.launch,
