@@ -88,7 +88,7 @@ class File:
             for key in ("tensors", "aliases", "architecture")
         )
         self._used = {name: 0 for name in self.entries if reserved(name)}
-        self.specs = {name: self._item(name, item) for name, item in self.packed.items()}
+        self.specs: dict[str, Any] = {name: self._item(name, item) for name, item in self.packed.items()}
         for name, (dtype, shape, _, _) in self.entries.items():
             if name in self._used:
                 demand(shape == (self._used[name],))
@@ -113,7 +113,7 @@ class File:
     def _item(self, name: str, item: Any) -> tuple[Any, ...]:
         demand(not reserved(name))
         demand(isinstance(item, list) and len(item) in (5, 6, 8, 9))
-        signs = item[-1] if len(item) in (6, 9) else None
+        signs: Any = item[-1] if len(item) in (6, 9) else None
         text, shape, dtype, kept, index, *coded = item[:-1] if len(item) in (6, 9) else item
         demand(isinstance(text, str) and CODE.fullmatch(text) and isinstance(dtype, str) and dtype in ITEMSIZE)
         total, found = count(shape), CODE.fullmatch(text)
@@ -143,7 +143,7 @@ class File:
             demand(h > 0 and w > 0 and total and rows % h == 0 and total // rows % w == 0)
             demand(kept % (h * w) == 0 and kept <= total)
         demand(total > 0)
-        where = [self._take("spartan:bytes", index)]
+        where: list[Any] = [self._take("spartan:bytes", index)]
         where.append(self._take("spartan:bytes", coded[0]) if coded else self._take(f"spartan:values:{dtype}", kept))
         where.append(self._take("spartan:bytes", signs[2]) if signs else None)
         return found, tuple(shape), dtype, kept, coded, signs, where

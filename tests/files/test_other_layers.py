@@ -39,7 +39,7 @@ class Recurrent(nn.Module):
         self.lstm, self.head = nn.LSTM(64, 64), nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0])  # type: ignore[no-any-return]
+        return self.head(self.lstm(x)[0])
 
 
 def conv1d() -> nn.Module:

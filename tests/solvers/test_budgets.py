@@ -91,7 +91,7 @@ def test_no_solver_exceeds_a_budget(
         check(order, each, kept_by(solver, k), k, total)
 
 
-@settings(deadline=None, max_examples=40 if torch.cuda.is_available() else 5)  # the interpreter is slow
+@settings(deadline=None, max_examples=40 if torch.cuda.is_available() else 2)  # the interpreter is slow
 @given(
     costs=st.lists(prices, min_size=len(SIZES), max_size=len(SIZES)),
     fraction=st.floats(0, 1),
@@ -99,9 +99,7 @@ def test_no_solver_exceeds_a_budget(
     seed=st.integers(0, 1000),
     tied=st.booleans(),
 )
-def test_kernels_do_not_exceed_a_budget(
-    costs: list[float], fraction: float, at: int, seed: int, tied: bool
-) -> None:
+def test_kernels_do_not_exceed_a_budget(costs: list[float], fraction: float, at: int, seed: int, tied: bool) -> None:
     pytest.importorskip("triton")
     from spartan.solvers.triton.topk import TopK
     from tests.solvers.triton import DEVICE
@@ -193,7 +191,7 @@ def test_pruning_with_costs_far_apart_stays_within_its_budget() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 30, bias=False), nn.Linear(30, 20, bias=False))
     prune(model, 0.5, cost={"0.*": 1e-6 / 3, "1.*": 1e6 / 3})
-    kept = [int(layer.weight.count_nonzero()) for layer in model]
+    kept = [int(p.count_nonzero()) for p in model.parameters()]
     prices = [Fraction(1e-6 / 3), Fraction(1e6 / 3)]
     total = math.fsum(600 * float(price) for price in prices)
     exact = sum((n * price for n, price in zip(kept, prices, strict=True)), Fraction(0))

@@ -66,8 +66,8 @@ class Code:
         if found is None:
             raise ValueError(f"there is no code {ascii(text)[:40]}")
         _, k, h, w, stacked, n, m, order = found.groups()
-        numbers = (int(x or least) for x, least in ((h, 1), (w, 1), (k, 0), (n, 0), (m, 0)))
-        return cls(found[0].split()[0], *numbers, order=order or AS_THEY_ARE, stacked=bool(stacked))
+        sides, numbers = (int(h or 1), int(w or 1)), (int(k or 0), int(n or 0), int(m or 0))
+        return cls(found[0].split()[0], *sides, *numbers, order or AS_THEY_ARE, bool(stacked))
 
 
 def matrix(shape: Sequence[int], stacked: bool = False) -> tuple[int, int]:

@@ -122,15 +122,15 @@ def product(count: int, price: float) -> tuple[float, float]:
     return nearest, float(exact - Fraction(nearest))
 
 
-class Grid:
+class CostGrid:
     """Splits costs in two: sums of the first parts are exact, and of the second ones, which are far smaller, all but exact.
 
     The first parts are multiples of a power of two, of which `most`, the largest sum that occurs, has fewer than 2⁵².
 
     Example:
-        >>> Grid(1000.0).split(0.1)[0] + Grid(1000.0).split(0.1)[1]
+        >>> CostGrid(1000.0).split(0.1)[0] + CostGrid(1000.0).split(0.1)[1]
         0.1
-        >>> Grid(1000.0).split(3.0)
+        >>> CostGrid(1000.0).split(3.0)
         (3.0, 0.0)
     """
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from spartan.ops.parts import Grid, Limit, Part, Parts, check_budget, chunks, numel, product, sample, total_cost
+from spartan.ops.parts import CostGrid, Limit, Part, Parts, check_budget, chunks, numel, product, sample, total_cost
 
 # Up to here everything is sorted; a GPU sorts sooner than it answers questions about a sample.
 SORT_ALL, SORT_ALL_ON_GPU = 1 << 17, 1 << 22
@@ -47,7 +47,7 @@ class Boundary:
 
 @dataclass
 class Above:
-    """What is surely kept: in number, and in cost as the two sums of a `Grid`; `terms` gives exactly what they cost.
+    """What is surely kept: in number, and in cost as the two sums of a `CostGrid`; `terms` gives exactly what they cost.
 
     `rest` is the sum of what the fine parts are without their sign: the fine sum is off by a rounding error of it.
     """
@@ -58,7 +58,7 @@ class Above:
     rest: float = 0.0
     terms: Callable[[], list[float]] = list
 
-    def add(self, count: int, price: float, grid: Grid) -> None:
+    def add(self, count: int, price: float, grid: CostGrid) -> None:
         """So many units of one price."""
         coarse, fine = grid.split(price)
         self.add_sums(count, count * coarse, count * fine, count * abs(fine))
@@ -87,7 +87,7 @@ def boundary(parts: Parts, k: float, prices: Iterable[float] | None = None) -> B
     limit = Limit.of(k, _prices(parts) if prices is None else prices)
     if k + limit.over >= total:
         return Boundary(Threshold(-math.inf, cost=total), 0.0, math.inf, math.inf)
-    grid = Grid(total)
+    grid = CostGrid(total)
     above, inside = _window(parts, limit, total, grid)
     found = boundary_within(inside, limit, above, grid)
     if not found.threshold.cut:
@@ -96,7 +96,7 @@ def boundary(parts: Parts, k: float, prices: Iterable[float] | None = None) -> B
     return replace(found, threshold=replace(found.threshold, cut=_place_of_tie(parts, found.threshold.value, ties)))
 
 
-def boundary_within(inside: Parts, limit: Limit, above: Above, grid: Grid) -> Boundary:
+def boundary_within(inside: Parts, limit: Limit, above: Above, grid: CostGrid) -> Boundary:
     """The boundary among a few units that hold it, when what lies above them is kept; its `cut` counts the ties kept."""
     values, order = torch.cat([p.u for p in inside]).sort(descending=True, stable=True)
     # So many of the units fit, in this order; those equal to the threshold stand in it by position.
@@ -130,11 +130,13 @@ def boundary_within(inside: Parts, limit: Limit, above: Above, grid: Grid) -> Bo
 
 def _prices(parts: Parts) -> list[float]:
     """The cheapest and the dearest unit."""
-    ends = [torch.stack(torch.aminmax(p.c)).tolist() if isinstance(p.c, Tensor) else [p.c] for p in parts if p.u.numel()]
+    ends = [
+        torch.stack(torch.aminmax(p.c)).tolist() if isinstance(p.c, Tensor) else [p.c] for p in parts if p.u.numel()
+    ]
     return [price for end in ends for price in end]
 
 
-def _window(parts: Parts, limit: Limit, total: float, grid: Grid) -> tuple[Above, Parts]:
+def _window(parts: Parts, limit: Limit, total: float, grid: CostGrid) -> tuple[Above, Parts]:
     """What is surely kept, and a set of units that holds the threshold."""
     if numel(parts) <= (SORT_ALL if parts[0].u.device.type == "cpu" else SORT_ALL_ON_GPU):
         return Above(), parts
@@ -163,7 +165,7 @@ def _bracket(parts: Parts, k: float, total: float, spread: float) -> tuple[float
     return low, high
 
 
-def _split(parts: Parts, low: float, high: float, grid: Grid) -> tuple[Above, list[Part]]:
+def _split(parts: Parts, low: float, high: float, grid: CostGrid) -> tuple[Above, list[Part]]:
     """The units above `high`, added up, and those in [low, high] in order of position."""
     above, inside = Above(terms=lambda: _costs_above(parts, high)), []
     for part in parts:
@@ -197,7 +199,7 @@ def _costs(part: Part) -> Tensor:
     return c.expand(part.u.numel())
 
 
-def _how_many_fit(costs: Tensor, limit: Limit, above: Above, grid: Grid) -> int:
+def _how_many_fit(costs: Tensor, limit: Limit, above: Above, grid: CostGrid) -> int:
     """How many of the first units fit the budget beside what is kept already, without rounding."""
     coarse, fine = grid.split(costs)
     whole, rest = grid.split(limit.k)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spartan.ops.newton import Dual, Root, search
-from spartan.ops.parts import CHUNK, Grid, Limit, Part, check_budget, product, total_cost
+from spartan.ops.parts import CHUNK, CostGrid, Limit, Part, check_budget, product, total_cost
 from spartan.ops.select import Above, Threshold, boundary_within
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags, Grads
@@ -65,7 +65,7 @@ class Window:
     above: dict[float, int] = field(default_factory=dict)
     around: list[tuple[Piece, list[Tensor]]] = field(default_factory=list)
 
-    def threshold(self, limit: Limit, grid: Grid) -> Threshold | None:
+    def threshold(self, limit: Limit, grid: CostGrid) -> Threshold | None:
         """The threshold within the window, when what lies above it is kept; None if it is not there."""
         least, most, around = self.least, self.most, self.around
         few = torch.cat([x for _, some in around for x in some])
@@ -192,13 +192,8 @@ class ChunkSolver(TorchSolver):
         pending = {s: root for s, root in roots.items() if not root.done}
         for root, (f, d) in zip(pending.values(), self._pass(pending, windows), strict=True):
             root.hear(f, d)
-        inside = {s: window.threshold(*self._limit(s, k[s])) for s, window in windows.items()}
+        inside = {s: window.threshold(*_limit_of(self.problem, s, k[s])) for s, window in windows.items()}
         return {s: threshold for s, threshold in inside.items() if threshold is not None}
-
-    def _limit(self, s: int, k: float) -> tuple[Limit, Grid]:
-        """What a segment may keep, and how its costs are added up."""
-        prices = [self.problem.unit_costs[i] for i in self.problem.members(s)]
-        return Limit.of(k, prices), Grid(self.problem.segments[s].total)
 
     def _pass(self, roots: Mapping[int, Root], windows: Mapping[int, Window]) -> list[tuple[float, float]]:
         """Once over the weights: what lies in the windows of some segments, and F and D of some at their roots' duals."""
@@ -364,6 +359,12 @@ def _mask(u: Tensor, center: float, offset: float, beta: float, out: Tensor) -> 
     z = u if center == 0 else torch.sub(u, center, out=out)
     # One operation for βz + offset.
     return torch.add(u.new_tensor(offset), z, alpha=beta, out=out).sigmoid_()
+
+
+def _limit_of(problem: Problem, s: int, k: float) -> tuple[Limit, CostGrid]:
+    """What a segment may keep, and how its costs are added up."""
+    prices = [problem.unit_costs[i] for i in problem.members(s)]
+    return Limit.of(k, prices), CostGrid(problem.segments[s].total)
 
 
 def _near(u: Tensor, least: float, most: float, room: Sequence[Tensor]) -> tuple[int, list[Tensor]]:

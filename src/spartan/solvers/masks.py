@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spartan.distributed import Ranks, sharded_dims
-from spartan.ops.parts import Grid
+from spartan.ops.parts import CostGrid
 from spartan.ops.soft_topk import Init
 from spartan.problem.problem import Problem
 from spartan.solvers.forms import Form, Mask, Shrunk, Stored
@@ -93,7 +93,7 @@ class Masks(Units):
     def room_beside(self, mask: Tensor) -> Tensor:
         """What the budgets leave beside a mask, by segment: no more, where sums of costs round."""
         problem, k = self.problem, self.k
-        grids = [Grid(segment.total) for segment in problem.segments]
+        grids = [CostGrid(segment.total) for segment in problem.segments]
         each = zip(problem.segment_of, problem.unit_costs, strict=True)
         coarse, fine = zip(*(grids[s].split(cost) for s, cost in each), strict=True)
         if not any(fine):  # then they do not

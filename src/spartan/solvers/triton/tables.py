@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spartan.ops.parts import Grid
+from spartan.ops.parts import CostGrid
 
 # A program's share. Small enough to fill a GPU with a few million weights, large enough that the pieces' own sums,
 # which one program adds up, stay few.
@@ -24,10 +24,10 @@ class Pieces:
     `table` has a row per piece: its tensor, where in that tensor it starts, how long it is, and its position among all
     entries of its segment. `segments` tells which one that is, where there are several; `costs` and `factors` repeat
     what is given per tensor, `kinds` tells which of the different `prices` it has; `fine_costs` and `fine_prices` are
-    their fine parts (`ops.parts.Grid`), None where they have none and sums do not round. `limits` has a row per segment: its
-    pieces, its prices and its tensors, each from the first to the one past the last. With `programs`, pieces also end
-    where the entries are divided evenly among so many, and `shares` has the first piece of each, and the end. `even`
-    tells that every piece has a multiple of 8 entries.
+    their fine parts (`ops.parts.CostGrid`), None where they have none and sums do not round. `limits` has a row per
+    segment: its pieces, its prices and its tensors, each from the first to the one past the last. With `programs`,
+    pieces also end where the entries are divided evenly among so many, and `shares` has the first piece of each, and
+    the end. `even` tells that every piece has a multiple of 8 entries.
 
     Args:
         sizes: entries of each tensor.
@@ -94,7 +94,7 @@ class Pieces:
         self.costs = torch.tensor([costs[i] for i in which], dtype=torch.float64).to(device)
         self.prices = torch.tensor(prices, dtype=torch.float64).to(device)
         self.totals = [math.fsum(sizes[i] * costs[i] for i in _of(owners, segment)) for segment in range(segments)]
-        self.grids = [Grid(total) for total in self.totals]
+        self.grids = [CostGrid(total) for total in self.totals]
         fine = [self.grids[owners[i]].split(costs[i])[1] for i in range(len(sizes))]
         self.fine_costs = self.fine_prices = None
         if any(fine):

@@ -100,12 +100,12 @@ class TopK:
         if isinstance(k, Tensor):
             assert beta is None, "soft masks have budgets that the host knows"
             k = torch.minimum(k.double(), self._totals)
-            coarse = torch.floor(k / self._steps) * self._steps
-            fine = (k - coarse) + (k * self._slack[0] + self._slack[1])
+            whole = torch.floor(k / self._steps) * self._steps
+            rest = (k - whole) + (k * self._slack[0] + self._slack[1])
             if not self.split:  # then costs are whole steps
-                fine = torch.floor(fine / self._steps) * self._steps
-                coarse, fine = coarse + fine, torch.zeros_like(k)
-            self.states.tell_tensor(torch.stack((coarse, k, self._totals, torch.zeros_like(k), fine), 1))
+                rest = torch.floor(rest / self._steps) * self._steps
+                whole, rest = whole + rest, torch.zeros_like(k)
+            self.states.tell_tensor(torch.stack((whole, k, self._totals, torch.zeros_like(k), rest), 1))
             return
         numbers = []
         each = zip(k, self.costs, self._prices, self.pieces.grids, sharpness, strict=True)
