@@ -55,7 +55,7 @@ from spartan.solvers.triton.state import (
 @triton.jit
 def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.constexpr):
     """One segment, from its last solution, or else from samples."""
-    k = tl.load(floats + K) + tl.load(floats + K_FINE)
+    everything = tl.load(floats + K) == float("inf")
     beta = tl.load(floats + BETA)
     all_of_it = tl.load(floats + TOTAL)
     moved = tl.load(ints + MOVED)
@@ -67,7 +67,7 @@ def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.cons
     tl.store(ints + SAMPLES, 0)
     solved = (tl.load(ints + SOLVED) != 0) & (not COLD)
     zero = tl.full((), 0, tl.int64)
-    if k >= all_of_it:
+    if everything:
         tl.store(floats + VALUE, -float("inf"))
         tl.store(floats + COST, all_of_it)
         tl.store(ints + HARD_DONE, 1)
@@ -106,7 +106,7 @@ def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.cons
         tl.store(floats + RESIDUAL, 0.0)
         tl.store(ints + SOFT_DONE, tl.where(flat, 1, 0))
         # Everything is kept: there is no threshold to wait for.
-        tl.store(ints + WAITS, tl.where(warm | flat | (k >= all_of_it), 0, 1))
+        tl.store(ints + WAITS, tl.where(warm | flat | everything, 0, 1))
     else:
         tl.store(ints + SOFT_DONE, 1)
         tl.store(ints + WAITS, 0)
@@ -131,16 +131,16 @@ def narrow(
         seen = tl.where(high - low == HIGHEST, all_seen, room)
         tl.store(floats + ROOM, seen)
         k = (k + k_fine) * (seen / total)
-        k_fine = k * 0.0
-    # The coarse parts are exact, and of about the same size where it matters.
-    excess = down_to - k
-    already = higher - k
-    if SPLIT:
-        excess += fine_down - k_fine
-        already += fine_higher - k_fine
-    bin = tl.max(tl.where(excess > 0.0, bins, -1)).to(tl.int64)
+        k_fine = tl.full((), 0.0, tl.float64)
+    if SPLIT:  # the coarse parts are exact, and so is their difference where it matters
+        too_much = (down_to - k) + (fine_down - k_fine) > 0.0
+        already = (higher - k) + (fine_higher - k_fine) > 0.0
+    else:
+        too_much = down_to > k
+        already = higher > k
+    bin = tl.max(tl.where(too_much, bins, -1)).to(tl.int64)
     further = (high - low + 1) * FURTHER
-    if already > 0.0:
+    if already:
         look_at(ints, high + 1, tl.minimum(high + further, HIGHEST))
     elif bin < 0:
         look_at(ints, tl.maximum(low - further, 0), low - 1)
@@ -265,7 +265,7 @@ def decide(
     high = tl.load(ints + HIGH)
     shift = tl.load(ints + SHIFT)
     k = tl.load(floats + K)
-    k_fine = k * 0.0
+    k_fine = tl.full((), 0.0, tl.float64)
     if SPLIT:
         k_fine = tl.load(floats + K_FINE)
     total = tl.load(floats + TOTAL)
@@ -328,8 +328,11 @@ def decide(
                     price -= fine_price
                 cost_of += number.to(tl.float64) * price
                 number_in += number
+            fine_higher = tl.full((), 0.0, tl.float64)
+            if SPLIT:
+                fine_higher = tl.sum(fine_over)
             hard_done, value, known = narrow(
-                floats, ints, tl.sum(over), cost_of, tl.sum(fine_over), fine_of, number_in, k, k_fine, total, room,
+                floats, ints, tl.sum(over), cost_of, fine_higher, fine_of, number_in, k, k_fine, total, room,
                 from_key, low, high, shift, samples == 1, hard_done, value, known, SPLIT,
             )  # fmt: skip
         if SOFT:

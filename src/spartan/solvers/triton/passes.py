@@ -186,22 +186,25 @@ def cut_ties(
             there = row < last
             number = tl.load(above + row, mask=there, other=0).to(tl.float64)
             cost = tl.load(costs + row, mask=there, other=0.0)
-            fine_tied = number * 0.0
             if SPLIT:
                 fine = tl.load(fine_costs + row, mask=there, other=0.0)
                 fine_tied = number * fine
                 cost -= fine
             tied = number * cost
-            excess = before + tl.cumsum(tied) - room
+            upto = before + tl.cumsum(tied)
             if SPLIT:
-                excess += fine_before + tl.cumsum(fine_tied) - fine_room
-            over = tl.min(tl.where(there & (excess > 0.0), row, 2147483647)).to(tl.int64)
+                too_much = (upto - room) + (fine_before + tl.cumsum(fine_tied) - fine_room) > 0.0
+            else:
+                too_much = upto > room
+            over = tl.min(tl.where(there & too_much, row, 2147483647)).to(tl.int64)
             if (piece < 0) & (over < 2147483647):
                 piece = over
                 spent = tl.sum(tl.where(row < over, tied, 0.0)) + before
-                fine_spent = tl.sum(tl.where(row < over, fine_tied, 0.0)) + fine_before
+                if SPLIT:
+                    fine_spent = tl.sum(tl.where(row < over, fine_tied, 0.0)) + fine_before
             before += tl.sum(tied)
-            fine_before += tl.sum(fine_tied)
+            if SPLIT:
+                fine_before += tl.sum(fine_tied)
         if piece >= 0:
             cost = tl.load(costs + piece)
             fit = tl.floor((room - spent + (fine_room - fine_spent)) / cost)

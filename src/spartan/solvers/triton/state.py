@@ -29,7 +29,9 @@ GUESSED = tl.constexpr(1 << 18)
 
 # Kernels must import these by name: Triton's cache does not see the value of a module's attribute.
 # The state of a top-k: floats, of which the host tells the first five …
-K = tl.constexpr(0)  # what may be kept, in cost, with what is forgiven: the coarse part (`ops.parts.CostGrid`)
+K = tl.constexpr(
+    0
+)  # what may be kept, in cost, with what is forgiven: the coarse part (`ops.parts.CostGrid`); ∞: all of it
 SOFT_K = tl.constexpr(1)  # the same without
 TOTAL = tl.constexpr(2)  # C, the cost of everything
 BETA = tl.constexpr(3)
