@@ -26,7 +26,6 @@ from torch import nn
 import spartan
 from spartan.app.train.config import load_recipe
 from spartan.following import release
-from spartan.following import release
 from spartan.zoo import build_model
 
 

@@ -98,8 +98,7 @@ class Sparsifier:
         min_density: float | Mapping[str, float] = 0.0,
         kernels: str = "auto",
     ) -> None:
-        self.model = model
-        self.method = as_method(method)
+        self.model, self.method = model, as_method(method)
         sparsity, total_steps, warmup, finetune = map(as_plain, (sparsity, total_steps, warmup, finetune))
         cost, budget, min_density = map(as_plain, (cost, budget, min_density))
         include, exclude = (x if x is None or isinstance(x, str) else list(x) for x in (include, exclude))
@@ -110,11 +109,9 @@ class Sparsifier:
             "count": count, "min_density": min_density, "kernels": kernels,
         }  # fmt: skip
         check_same(self._arguments | {"cost": as_cost(cost).describe(), "kernels": None}, model)
-        phases = (
-            self.method.warmup if warmup is None else warmup,
-            self.method.finetune if finetune is None else finetune,
-        )
-        at = Moment.start(total_steps, *phases, seed=int(torch.randint(1 << 31, ()).item()))
+        own, seed = (self.method.warmup, self.method.finetune), int(torch.randint(1 << 31, ()).item())
+        phases = (mine if given is None else given for given, mine in zip((warmup, finetune), own, strict=True))
+        at = Moment.start(total_steps, *phases, seed=seed)
         if budget is None:
             budget = getattr(pattern, "budget", None) or self.method.budget
         problem = make_problem(

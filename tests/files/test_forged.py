@@ -224,3 +224,79 @@ def test_maps_of_signs_are_checked(path: Path, signs: Any, reason: str) -> None:
         read(path)
     pack(path, {"w": ["mask", [8], "F32", 1, 1, [1, -1, 1]]}, pools | {"spartan:bytes": ("U8", 2, b"\x01\x02")})
     assert read(path)["w"].signbit().tolist() == [False, True, *[False] * 6]
+
+
+@pytest.mark.parametrize("name", ["spartan:bytes", "spartan:values:F32", "spartan:values:", "__metadata__"])
+def test_a_tensor_has_no_name_that_the_format_uses(path: Path, name: str) -> None:
+    for packed, aliases in (({name: zeros([3, 3])}, {}), ({"w": zeros([3, 3])}, {name: "w"})):
+        pack(path, packed, aliases=aliases)
+        for look in (read, inspect):
+            with pytest.raises(ValueError, match="which the format uses itself|is said to be another name"):
+                look(path)
+
+
+@pytest.mark.parametrize(
+    ("reference", "reason"),
+    [
+        ({"shape": True}, "digits-cnn has a shape that is not that of an image"),
+        ({"shape": {"a": 1, "b": 8, "c": 8}}, "digits-cnn has a shape that is not that of an image"),
+        ({"shape": "abc"}, "digits-cnn has a shape that is not that of an image"),
+        ({"shape": [1, 8, "8"]}, "digits-cnn has arguments that are not sizes"),
+        ({"model": {"a": 1}}, r"\{'a': 1\} is not a name of a model"),
+        ({"model": "os:system"}, "names a function"),
+    ],
+)
+def test_references_are_checked(path: Path, reference: dict[str, Any], reason: str) -> None:
+    pack(path, {"w": zeros([3, 3])}, architecture={"model": "digits-cnn", **reference})
+    with pytest.raises(ValueError, match=reason):
+        load(path)
+
+
+def test_what_takes_too_much_memory_is_said_once(path: Path) -> None:
+    pack(path, {"w": zeros([3, 3])}, architecture={"model": "timm/vit_giant_patch14_224"})
+    with pytest.raises(
+        ValueError, match=r"forged: timm/vit_giant_patch14_224 takes more memory to build than max_bytes"
+    ) as error:
+        load(path)
+    assert "cannot be built" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("shape", {}), ("shape", ""), ("data_offsets", {"0": 0, "4": 4}), ("data_offsets", [0, True])]
+)
+def test_an_entry_has_one_reading(path: Path, key: str, value: Any) -> None:
+    entry = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]} | {key: value}
+    path.write_bytes(forge({"__metadata__": {"spartan.version": "1"}, "w": entry}, b"\1"))
+    with pytest.raises(ValueError, match="the header's 'w' is malformed"):
+        read(path)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_truth_value_is_true_or_false(path: Path, packed: bool) -> None:
+    """Other bytes in a bool tensor are neither for torch, and not always the same."""
+    if packed:
+        pools = {"spartan:values:BOOL": ("BOOL", 1, b"\7"), "spartan:bytes": ("U8", 1, b"\1")}
+        pack(path, {"w": ["mask", [8], "BOOL", 1, 1]}, pools)
+    else:
+        entry = {"dtype": "BOOL", "shape": [1], "data_offsets": [0, 1]}
+        path.write_bytes(forge({"__metadata__": {"spartan.version": "1"}, "w": entry}, b"\7"))
+    with pytest.raises(ValueError, match="'w': a value is neither true nor false"):
+        read(path)
+
+
+def test_a_file_is_damaged_once(path: Path) -> None:
+    pack(path, "[")
+    with pytest.raises(ValueError, match="^" + str(path) + ": is damaged: spartan.tensors is not JSON") as error:
+        read(path)
+    assert str(error.value).count("is damaged") == 1
+    pack(path, "\ud800")
+    with pytest.raises(ValueError, match="spartan.tensors is not JSON"):
+        read(path)
+
+
+def test_a_module_with_a_part_called_orig_mod_keeps_its_own_weights(path: Path) -> None:
+    """torch.compile's wrapper has nothing else; this one has, and both weights would be called `weight`."""
+    model = nn.Linear(2, 2, bias=False)
+    model._orig_mod = nn.Linear(2, 2, bias=False)
+    with pytest.raises(ValueError, match="two tensors have the name weight"):
+        save(model, path)

@@ -15,11 +15,11 @@ from torch import Tensor, fx, nn
 
 import spartan
 from spartan import Block
-from spartan.inference.convert import accelerate, explain
+from spartan.inference.convert import _usual_shape, accelerate, explain
 from spartan.inference.cpu import choice, library
 from spartan.inference.cpu.ops import Conv
-from spartan.inference.fuse import fold_batch_norm, fuse
-from spartan.inference.runtime import DenseConv2d, InferenceLayer, SparseConv2d, SparseLinear
+from spartan.inference.fuse import fold_batch_norm, fuse, plain_conv
+from spartan.inference.runtime import DenseConv2d, DenseLinear, InferenceLayer, SparseConv2d, SparseLinear
 from spartan.inference.stand_ins import Attention, MaxPool
 from tests.torchvision_cpu import torchvision
 
@@ -389,3 +389,22 @@ def test_a_wrong_copy_is_never_handed_out(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("spartan.inference.fuse.fold_batch_norm", broken)
     with pytest.raises(RuntimeError, match="differs from the model's"):
         accelerate(model, "sparse", example_inputs=x)
+
+
+def test_layers_of_many_outputs_are_timed_on_few_tokens() -> None:
+    """256 tokens would take a thousand times what the weight does."""
+    wide, narrow = (DenseLinear(torch.zeros(n, 4), None) for n in (1_000_000, 64))
+    assert _usual_shape(wide) == (8, 4)
+    assert _usual_shape(narrow) == (256, 4)
+    many, large = (plain_conv(nn.Conv2d(2, n, k)) for n, k in ((500_000, 1), (8, 31)))
+    assert many is not None
+    assert large is not None
+    assert _usual_shape(DenseConv2d(torch.zeros(500_000, 2, 1, 1), None, many)) == (1, 2, 4, 4)
+    assert _usual_shape(DenseConv2d(torch.zeros(8, 2, 31, 31), None, large)) == (1, 2, 31, 31)
+
+
+def test_a_kernel_larger_than_the_usual_image_is_no_mistake() -> None:
+    torch.manual_seed(0)
+    model = spartan.prune(nn.Conv2d(4, 16, 31), 0.99)
+    x = torch.randn(1, 4, 40, 40)
+    torch.testing.assert_close(spartan.accelerate(model, kernels="sparse")(x), model(x), rtol=1e-3, atol=1e-4)

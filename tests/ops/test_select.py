@@ -125,7 +125,7 @@ def test_a_budget_is_never_exceeded(
         kept = hard_topk(values, k, costs).tolist()
         count = sum(kept)
         assert sorted(order[:count]) == [i for i, keep in enumerate(kept) if keep]
-        assert sum((exact[i] for i in order[:count]), Fraction(0)) <= Fraction(k + 1e-9 * float(min(exact)))
+        assert sum((exact[i] for i in order[:count]), Fraction(0)) <= Fraction(k) + Fraction(1e-9 * float(min(exact)))
         assert count == len(order) or sum(exact[i] for i in order[: count + 1]) > Fraction(k)
 
 

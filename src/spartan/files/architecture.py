@@ -44,7 +44,7 @@ class MemoryLimit(TorchDispatchMode):
 
     def __init__(self, limit: int) -> None:
         super().__init__()
-        self.limit, self.bytes = limit, 0
+        self.limit, self.bytes, self.exceeded = limit, 0, False
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,7 +62,8 @@ class MemoryLimit(TorchDispatchMode):
         if self.bytes > self.limit:  # only now is it worth looking which are gone
             self.storages = {key: item for key, item in self.storages.items() if not item[0].expired()}
             self.bytes = sum(size for _, size in self.storages.values())
-            if self.bytes > self.limit:
+            self.exceeded = self.bytes > self.limit
+            if self.exceeded:
                 raise Unbuildable(f"takes more memory to build than max_bytes, which is {self.limit:,}")
 
 
@@ -111,8 +112,14 @@ def build(reference: Mapping[str, Any], shapes: Shapes, real: bool = True, max_b
     name, classes, shape, arguments = _parse_reference(reference, len(shapes))
 
     def construct(device: str) -> nn.Module:
-        with torch.device(device), nullcontext() if max_bytes is None else MemoryLimit(max_bytes):
-            return build_model(name, classes, shape, arguments)
+        limit = nullcontext() if max_bytes is None else MemoryLimit(max_bytes)
+        try:
+            with torch.device(device), limit:
+                return build_model(name, classes, shape, arguments)
+        except Exception as error:
+            if isinstance(limit, MemoryLimit) and limit.exceeded:  # in whatever words it came out
+                raise Unbuildable(f"takes more memory to build than max_bytes, which is {max_bytes:,}") from error
+            raise
 
     try:
         with torch.random.fork_rng(devices=[]):
@@ -130,7 +137,8 @@ def build(reference: Mapping[str, Any], shapes: Shapes, real: bool = True, max_b
 
 def _why_unsafe(reference: Mapping[str, Any]) -> str | None:
     """Why a model is not built on a file's word; None if it may be."""
-    if ":" in str(reference.get("model")):
+    model = reference.get("model")
+    if isinstance(model, str) and ":" in model:
         return "names a function, which is not called on a file's word"
     arguments = reference.get("args", {})
     unknown = sorted(set(arguments) - _SIZES - _RATES) if isinstance(arguments, Mapping) else ["args"]
@@ -145,10 +153,11 @@ def _parse_reference(reference: Mapping[str, Any], tensors: int) -> tuple[str, i
     classes, shape = reference.get("classes", 1000), reference.get("shape", (3, 224, 224))
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise Unbuildable(f"{ascii(name)[:80]} is not a name of a model")
-    sizes = [classes, *(shape if isinstance(shape, list | tuple) else [None])]
-    sizes += [value for key, value in arguments.items() if key in _SIZES]
+    if not isinstance(shape, list | tuple) or len(shape) != 3:
+        raise Unbuildable(f"{name} has a shape that is not that of an image: channels, height and width")
+    sizes = [classes, *shape, *(value for key, value in arguments.items() if key in _SIZES)]
     rates = [value for key, value in arguments.items() if key in _RATES]
-    if len(sizes) < 4 or len(shape) != 3 or not all(type(n) is int and 0 <= n < 1 << 24 for n in sizes):
+    if not all(type(n) is int and 0 <= n < 1 << 24 for n in sizes):
         raise Unbuildable(f"{name} has arguments that are not sizes")
     if not all(type(rate) in (int, float) and 0 <= rate < 100 for rate in rates):
         raise Unbuildable(f"{name} has arguments that are not rates")

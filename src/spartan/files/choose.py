@@ -21,16 +21,21 @@ SLACK = 1.25
 _SIDES = (1, 2, 4, 8, 16, 32, 64)
 _GROUPS = (2, 4, 8, 16)
 _NUMBER = "([0-9]{1,18})"
-_TEXT = re.compile(rf"(mask|gaps {_NUMBER})(?: {_NUMBER}x{_NUMBER})?|nm {_NUMBER}:{_NUMBER}( inputs last)?")
+# Of N:M, how the entries are ordered: as they are, with the second dimension last, or a matrix by columns.
+AS_THEY_ARE, INPUTS_LAST, INPUTS_FIRST = "", " inputs last", " inputs first"
+_TEXT = re.compile(
+    rf"(mask|gaps {_NUMBER})(?: {_NUMBER}x{_NUMBER}( stacked)?)?|nm {_NUMBER}:{_NUMBER}({INPUTS_LAST}|{INPUTS_FIRST})?"
+)
 
 
 @dataclass(frozen=True)
 class Code:
     """How the kept entries of a tensor are found: the name of the code and its parameters.
 
-    `mask` and `gaps` are over blocks of h × w entries of the tensor seen as a matrix (rows by the first dimension), 1 ×
-    1 for single entries; `k` is the parameter of `gaps`. `nm` keeps n of every m entries in row-major order, after
-    moving the second dimension last if `inputs_last`.
+    `mask` and `gaps` are over blocks of h × w entries of the tensor seen as a matrix, 1 × 1 for single entries; its rows
+    are by the first dimension, or by the first two of three if `stacked`, as matrices of experts are. `k` is the
+    parameter of `gaps`. `nm` keeps n of every m entries in row-major order, or in an `order` in which inputs follow one
+    another: with the second dimension moved last (convolutions), or column by column (transformers' Conv1D).
     """
 
     name: str
@@ -39,13 +44,15 @@ class Code:
     k: int = 0
     n: int = 0
     m: int = 0
-    inputs_last: bool = False
+    order: str = AS_THEY_ARE
+    stacked: bool = False
 
     def __str__(self) -> str:
         if self.name == "nm":
-            return f"nm {self.n}:{self.m}" + (" inputs last" if self.inputs_last else "")
+            return f"nm {self.n}:{self.m}{self.order}"
         parameter = f" {self.k}" if self.name == "gaps" else ""
-        return self.name + parameter + (f" {self.h}x{self.w}" if self.h * self.w > 1 else "")
+        blocks = f" {self.h}x{self.w}" + (" stacked" if self.stacked else "")
+        return self.name + parameter + (blocks if self.h * self.w > 1 else "")
 
     @classmethod
     def parse(cls, text: object) -> "Code":
@@ -53,19 +60,40 @@ class Code:
 
         Example:
             >>> Code.parse("gaps 3 16x16"), str(Code.parse("nm 2:4"))
-            (Code(name='gaps', h=16, w=16, k=3, n=0, m=0, inputs_last=False), 'nm 2:4')
+            (Code(name='gaps', h=16, w=16, k=3, n=0, m=0, order='', stacked=False), 'nm 2:4')
         """
         found = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if found is None:
             raise ValueError(f"there is no code {ascii(text)[:40]}")
-        _, k, h, w, n, m, last = found.groups()
-        return cls(found[0].split()[0], int(h or 1), int(w or 1), int(k or 0), int(n or 0), int(m or 0), bool(last))
+        _, k, h, w, stacked, n, m, order = found.groups()
+        sides, numbers = (int(h or 1), int(w or 1)), (int(k or 0), int(n or 0), int(m or 0))
+        return cls(found[0].split()[0], *sides, *numbers, order or AS_THEY_ARE, bool(stacked))
 
 
-def matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a tensor seen as a matrix: the first dimension by the rest; one row below two dimensions."""
+def matrix(shape: Sequence[int], stacked: bool = False) -> tuple[int, int]:
+    """Rows and columns of a tensor seen as a matrix: the first dimension by the rest; one row below two dimensions.
+
+    A stack of matrices is one above the other.
+    """
     total = math.prod(shape)
-    return (1, total) if len(shape) < 2 else (shape[0], total // max(1, shape[0]))
+    rows = 1 if len(shape) < 2 else shape[0] * shape[1] if stacked else shape[0]
+    return rows, total // max(1, rows)
+
+
+def in_order(x: Tensor, order: str) -> Tensor:
+    """A tensor so that its row-major order is the one of an N:M code: a view."""
+    return x.movedim(1, -1) if order == INPUTS_LAST else x.T if order == INPUTS_FIRST else x
+
+
+def places_in_order(places: Tensor, shape: Sequence[int], order: str) -> Tensor:
+    """Places in such an order as places in row-major order."""
+    if order == AS_THEY_ARE:
+        return places
+    if order == INPUTS_FIRST:
+        return places % shape[0] * shape[1] + places // shape[0]
+    inputs, rest = shape[1], math.prod(shape[2:])
+    group, column = places // inputs, places % inputs
+    return (group // rest * inputs + column) * rest + group % rest
 
 
 def choose(support: Tensor, itemsize: float, dense: int, pattern: Pattern | None = None) -> tuple[Code, Tensor] | None:
@@ -90,25 +118,30 @@ def choose(support: Tensor, itemsize: float, dense: int, pattern: Pattern | None
     total, count = support.numel(), int(torch.count_nonzero(support))
     if count == total or count * itemsize + HEADER_BYTES >= dense:
         return None
-    rows, columns = matrix(support.shape)
     kept = support.reshape(-1).nonzero().squeeze(1)
     options = [_units(kept, total, itemsize, 1, 1)]
     if count:
-        for h, w in _blocks(support.reshape(rows, columns), kept, pattern):
-            options.append(_units(_blocks_of(kept, columns, h, w), total // (h * w), itemsize, h, w))
+        for stacked in (False, True) if support.ndim == 3 else (False,):
+            rows, columns = matrix(support.shape, stacked)
+            for h, w in _blocks(support.reshape(rows, columns), kept, _sides(support.shape, pattern, stacked)):
+                if h > 1 or not stacked:  # one row of a stack is one of the whole
+                    blocks = _blocks_of(kept, columns, h, w)
+                    options.append(_units(blocks, total // (h * w), itemsize, h, w, stacked))
         options += _groups(support, count, itemsize, min(size for size, *_ in options))
     # Of two that take as many bytes, the larger blocks.
     size, code, kept = min(options, key=lambda option: (option[0], -option[1].h * option[1].w))
     return (code, kept) if size + HEADER_BYTES < dense else None
 
 
-def _units(kept: Tensor, units: int, itemsize: float, h: int, w: int) -> tuple[float, Code, Tensor]:
+def _units(
+    kept: Tensor, units: int, itemsize: float, h: int, w: int, stacked: bool = False
+) -> tuple[float, Code, Tensor]:
     """Bytes, code and positions for units of h × w entries."""
     values = kept.numel() * h * w * itemsize
     coded, k = codes.gaps_size(codes.gaps_of(kept), units)
     if byte_count(units) <= coded:
-        return values + byte_count(units), Code("mask", h, w), kept
-    return values + coded, Code("gaps", h, w, k), kept
+        return values + byte_count(units), Code("mask", h, w, stacked=stacked), kept
+    return values + coded, Code("gaps", h, w, k, stacked=stacked), kept
 
 
 def _blocks_of(kept: Tensor, columns: int, h: int, w: int) -> Tensor:
@@ -119,11 +152,18 @@ def _blocks_of(kept: Tensor, columns: int, h: int, w: int) -> Tensor:
     return found.nonzero().squeeze(1)
 
 
-def _blocks(support: Tensor, kept: Tensor, pattern: Pattern | None) -> Iterator[tuple[int, int]]:
+def _sides(shape: Sequence[int], pattern: Pattern | None, stacked: bool) -> set[tuple[int, int]]:
+    """The sides of a pattern's blocks, of a weight of outputs × inputs and of one that is turned."""
+    one = shape[1:] if stacked else shape
+    turned = (one[1], one[0]) if len(one) == 2 else one
+    found = [pattern.sides(one), pattern.sides(turned)] if pattern else []
+    return {side for sides in found if sides for side in (sides, sides[::-1])}
+
+
+def _blocks(support: Tensor, kept: Tensor, sides: set[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Block sizes worth a full look: the pattern's, the grid that all changes lie on, and usual ones that fit a sample."""
     rows, columns = support.shape
-    sides = pattern.sides(support.shape) if pattern else None
-    tried = {sides} if sides and rows % sides[0] == 0 and columns % sides[1] == 0 else set()
+    tried = {(h, w) for h, w in sides if rows % h == 0 and columns % w == 0}
     # Around an entry that is kept, so that the sample is never empty.
     middle = int(kept[kept.numel() // 2])
     top = middle // columns // SAMPLE_ROWS * SAMPLE_ROWS
@@ -160,23 +200,27 @@ def _usual(sample: Tensor, rows: int, columns: int) -> list[tuple[int, int]]:
 
 
 def _groups(support: Tensor, count: int, itemsize: float, beat: float) -> Iterator[tuple[float, Code, Tensor]]:
-    """N:M codes that come to fewer than `beat` bytes, for groups along the rows and along the second dimension."""
-    orders = [(support, False)]
+    """N:M codes that come to fewer than `beat` bytes, for groups along the rows, the second dimension, or columns."""
+    orders = [AS_THEY_ARE]
     if support.ndim > 2 and math.prod(support.shape[2:]) > 1:
-        orders.append((support.movedim(1, -1), True))
-    for view, inputs_last in orders:
-        length = matrix(view.shape)[1] if not inputs_last else view.shape[-1]
+        orders.append(INPUTS_LAST)
+    elif support.ndim == 2 and min(support.shape) > 1:
+        orders.append(INPUTS_FIRST)
+    for order in orders:
+        view = in_order(support, order)
+        length = matrix(view.shape)[1] if order == AS_THEY_ARE else view.shape[-1]
+        sample = view[: -(-SAMPLE_ROWS * SAMPLE_COLUMNS // view[0].numel())]
+        sample = sample.reshape(-1)[: SAMPLE_ROWS * SAMPLE_COLUMNS]
         flat: Tensor | None = None
         for m in _GROUPS:
             # No group has fewer than the mean; and no code is smaller than its values.
             if length % m or -(-count * m // support.numel()) * (support.numel() // m) * itemsize >= beat:
                 continue
-            flat = view.reshape(-1) if flat is None else flat
-            sampled = flat[: SAMPLE_ROWS * SAMPLE_COLUMNS // m * m]
-            if (nm.most(nm.masks(sampled, m), m) * (support.numel() // m)) * itemsize >= beat:
+            if (nm.most(nm.masks(sample[: sample.numel() // m * m], m), m) * (support.numel() // m)) * itemsize >= beat:
                 continue
+            flat = view.reshape(-1) if flat is None else flat
             masks = nm.masks(flat, m)
             n, groups = nm.most(masks, m), masks.numel()
             size = groups * n * itemsize + nm.size(groups, n, m)
             if 0 < n < m and size < beat:
-                yield size, Code("nm", n=n, m=m, inputs_last=inputs_last), masks
+                yield size, Code("nm", n=n, m=m, order=order), masks

@@ -16,7 +16,8 @@ Dense tensors have their own names. What packed ones need lies one after the oth
 the bytes that say where entries go, coded values, and maps of −0.0, in `spartan:bytes`, values that are not coded in
 `spartan:values:F32` and so on, for each dtype. (Header entries for each would take a tenth of what a ResNet-50 at 99%
 does.) Everything here is checked against the size of the file before memory is taken for it. The header and each JSON
-string in it are bounded before they are parsed: 16 MiB, 50,000 tensors, 4,000,000 values, 8 levels.
+string in it are bounded before they are parsed: 16 MiB, 4,000,000 values, 8 levels. What they name is counted then: at
+most 50,000 tensors.
 """
 
 import ctypes
@@ -90,6 +91,11 @@ def as_bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.dtype.itemsize])
 
 
+def is_reserved(name: str) -> bool:
+    """Whether no tensor can have this name, since the format uses it itself."""
+    return name == "__metadata__" or name == BYTES or name.startswith(VALUES)
+
+
 def count_of(shape: Sequence[int]) -> int:
     """Entries of a tensor of that shape; ValueError if it cannot be one."""
     if not isinstance(shape, list | tuple) or not all(type(n) is int and n >= 0 for n in shape) or len(shape) > 64:
@@ -157,7 +163,10 @@ def _read(path: Path, file: BinaryIO) -> Container:
             f"is no safetensors file, or is cut off: {size:,} bytes, of which the header claims {length:,}"
         )
     text = file.read(length)
-    header = _parse(text, "the header")
+    try:
+        header = _parse(text, "the header")
+    except ValueError as error:
+        raise ValueError(f"is damaged, or no safetensors file: {error}") from None
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("is damaged: the header's metadata are not strings")
@@ -195,7 +204,8 @@ def _read(path: Path, file: BinaryIO) -> Container:
 
 def parse_metadata(container: Container, key: str) -> dict[str, Any]:
     """A metadata string that is a JSON object; empty if it is not there."""
-    return _parse(container.metadata.get(key, "{}").encode(), key)
+    # A half of a character that is written in two can be in JSON, and is no text.
+    return _parse(container.metadata.get(key, "{}").encode(errors="surrogatepass"), key)
 
 
 def _parse(text: bytes, what: str) -> dict[str, Any]:
@@ -204,15 +214,15 @@ def _parse(text: bytes, what: str) -> dict[str, Any]:
             raise ValueError("a name stands twice")
         return dict(pairs)
 
+    _check_size(text, what)
     try:
-        _check_size(text, "it")
-        parsed = json.loads(text, object_pairs_hook=once)
+        parsed = json.loads(text.decode(), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"is damaged, or no safetensors file: {what} is not JSON ({_short(error)})") from None
+        raise ValueError(f"{what} is not JSON ({_short(error)})") from None
     if not isinstance(parsed, dict):
-        raise ValueError(f"is damaged, or no safetensors file: {what} is not a JSON object")
+        raise ValueError(f"{what} is not a JSON object")
     if len(parsed) > _MOST_TENSORS:
-        raise ValueError(f"is damaged: {what} names {len(parsed):,} tensors, and at most {_MOST_TENSORS:,} are read")
+        raise ValueError(f"{what} names {len(parsed):,} tensors, and at most {_MOST_TENSORS:,} are read")
     return parsed
 
 
@@ -235,8 +245,16 @@ def _entries(header: Mapping[str, Any], size: int) -> dict[str, StoredTensor]:
     entries = {}
     for name, item in header.items():
         try:
-            dtype, shape, (begin, end) = DTYPES[item["dtype"]], tuple(item["shape"]), item["data_offsets"]
-            if not (type(begin) is type(end) is int) or end - begin != count_of(shape) * dtype.itemsize:
+            dtype, total, shape, offsets = (
+                DTYPES[item["dtype"]],
+                count_of(item["shape"]),
+                tuple(item["shape"]),
+                item["data_offsets"],
+            )
+            if not isinstance(offsets, list) or [type(place) for place in offsets] != [int, int]:
+                raise ValueError("it does not say where its bytes are")
+            begin, end = offsets
+            if end - begin != total * dtype.itemsize:
                 raise ValueError("its size is not that of its shape")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"is damaged: the header's {_short(name)} is malformed ({_short(error)})") from None

@@ -1,6 +1,5 @@
 """Loads packed files: the model (`spartan.load`), or its tensors (`read`)."""
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from spartan.files import codes, format, nm
 from spartan.files.architecture import Unbuildable, build, differences
-from spartan.files.choose import Code, matrix
+from spartan.files.choose import AS_THEY_ARE, INPUTS_LAST, Code, matrix, places_in_order
 from spartan.files.signs import Signs, join_signs
 from spartan.files.signs import check as check_signs
 from spartan.files.values import CodedValues, decode_values
@@ -156,6 +155,8 @@ def _parse_contents(container: format.Container) -> Contents:
     # How much of each pool the tensors so far take: their places are nowhere but in their order.
     used = {name: 0 for name in container.entries if name == format.BYTES or name.startswith(format.VALUES)}
     for name, item in format.parse_metadata(container, "spartan.tensors").items():
+        if format.is_reserved(name):
+            raise ValueError(f"a tensor has the name {ascii(name)[:80]}, which the format uses itself")
         try:
             specs[name] = _parse_item(item, used)
         except ValueError as error:
@@ -172,7 +173,7 @@ def _parse_contents(container: format.Container) -> Contents:
             specs[name] = Spec(entry.shape, entry.dtype, count, (name, 0, count))
     aliases = format.parse_metadata(container, "spartan.aliases")
     for alias, name in aliases.items():
-        if alias in specs or alias in used or not isinstance(name, str) or name not in specs:
+        if alias in specs or format.is_reserved(alias) or not isinstance(name, str) or name not in specs:
             raise ValueError(f"{ascii(alias)[:80]} is said to be another name of a tensor that is not there")
     return Contents(container, specs, aliases, format.parse_metadata(container, "spartan.architecture") or None)
 
@@ -196,11 +197,13 @@ def _parse_item(item: Any, used: dict[str, int]) -> Spec:
         raise ValueError("its counts are no numbers")
     if code.name == "nm":
         nm.check(code.n, code.m)
-        fits = total % code.m == 0 and kept == total // code.m * code.n and (len(shape) > 1 or not code.inputs_last)
+        ordered = len(shape) > 1 if code.order == INPUTS_LAST else code.order == AS_THEY_ARE or len(shape) == 2
+        fits = ordered and total % code.m == 0 and kept == total // code.m * code.n
     else:
-        rows, columns = matrix(shape)
+        rows, columns = matrix(shape, code.stacked and len(shape) == 3)
         h, w = code.h, code.w
         fits = min(h, w) > 0 and rows % h == columns % w == kept % (h * w) == 0 and kept <= total
+        fits = fits and (not code.stacked or len(shape) == 3)
     # Blocks of any size would divide an empty tensor, which is never packed.
     if not fits or not total:
         raise ValueError("its values do not go with its shape")
@@ -277,6 +280,8 @@ def unpack_all(contents: Contents) -> dict[str, Tensor]:
                 values = container.flat(*spec.values)
                 if spec.exponents is not None:
                     values = decode_values(CodedValues(spec.exponents, spec.k, values), spec.dtype, spec.kept)
+                if spec.dtype == torch.bool and bool((values.view(torch.uint8) > 1).any()):
+                    raise ValueError("a value is neither true nor false")
                 if spec.code is None:
                     tensors[name] = values.reshape(spec.shape)
                 else:
@@ -302,11 +307,7 @@ def unpack(shape: tuple[int, ...], code: Code, values: Tensor, index: Tensor) ->
     bits, unit = format.as_bits(values), code.h * code.w
     total, count = format.count_of(shape) // unit, bits.numel() // unit
     if code.name == "nm":
-        kept = nm.decode(index, total, code.n, code.m)
-        if code.inputs_last:  # positions in the order [0, 2, …, 1] of the dimensions, which a second tensor would undo
-            inputs, rest = shape[1], math.prod(shape[2:])
-            group, column = kept // inputs, kept % inputs
-            kept = (group // rest * inputs + column) * rest + group % rest
+        kept = places_in_order(nm.decode(index, total, code.n, code.m), shape, code.order)
     elif code.name == "mask":
         kept = codes.decode_mask(index, total, count)
     else:
@@ -315,7 +316,7 @@ def unpack(shape: tuple[int, ...], code: Code, values: Tensor, index: Tensor) ->
     if unit == 1:
         flat.index_copy_(0, kept, bits)
     else:
-        rows, columns = matrix(shape)
+        rows, columns = matrix(shape, code.stacked)
         across = columns // code.w
         blocks = flat.view(rows // code.h, code.h, across, code.w)
         blocks[kept // across, :, kept % across] = bits.reshape(count, code.h, code.w)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from spartan.files import codes, format, nm
 from spartan.files.architecture import reference_of
-from spartan.files.choose import HEADER_BYTES, Code, choose, matrix
+from spartan.files.choose import HEADER_BYTES, Code, choose, in_order, matrix
 from spartan.files.signs import Signs, split_signs
 from spartan.files.values import CodedValues, encode_values
 from spartan.problem.patterns import Pattern, Unstructured, check_pattern
@@ -165,8 +165,8 @@ def _pack_bits(x: Tensor, pattern: Pattern | None) -> PackedTensor | None:
         index = codes.encode_mask(kept, x.numel() // (code.h * code.w))
     else:
         index = codes.encode_gaps(codes.gaps_of(kept), code.k)
-    rows, columns = matrix(x.shape)
-    ordered = bits.movedim(1, -1) if code.inputs_last else bits
+    rows, columns = matrix(x.shape, code.stacked)
+    ordered = in_order(bits, code.order)
     blocks = ordered.reshape(rows // code.h, code.h, columns // code.w, code.w).transpose(1, 2)
     values = blocks.reshape(-1, code.h * code.w).index_select(0, kept).reshape(-1).view(x.dtype)
     return PackedTensor(tuple(x.shape), code, values, index, encode_values(values))
@@ -227,7 +227,7 @@ def _check_storable(name: str, tensor: object) -> None:
             f"{name} is {type(tensor).__name__}, not a tensor; a file without pickle holds tensors only: "
             "keep it apart from the model's state"
         )
-    if name == "__metadata__" or name == format.BYTES or name.startswith(format.VALUES):
+    if format.is_reserved(name):
         raise ValueError(f"a tensor cannot have the name {name}, which the file format uses itself; rename it")
     if tensor.is_meta:
         raise ValueError(f"{name} is on the meta device and has no values to save")

@@ -1,6 +1,7 @@
 """Turns a sparse model into one that runs fast: puts layers on sparse kernels where they win on this machine."""
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,8 +24,10 @@ Seen = tuple[tuple[int, ...], torch.dtype]
 KERNELS = ("auto", "dense", "sparse")
 _LAUNCHES = "called as it is, the dense model is launched sooner; for a CUDA graph use kernels='sparse'"
 # Shapes to measure at where no example inputs say which: a few hundred tokens (on a GPU, some thousands), an image of
-# middle size.
+# middle size; fewer and smaller where inputs and outputs would have more entries than these. A layer of millions of
+# outputs, which a file of a few KB can name, would take gigabytes.
 _TOKENS, _GPU_TOKENS, _SIDE = 256, 8192, 28
+_ENTRIES, _GPU_ENTRIES = 1 << 23, 1 << 28
 
 
 @dataclass(frozen=True)
@@ -205,14 +208,24 @@ def _worth_a_kernel(weight: Tensor) -> bool:
     return _has_kernel(weight) and float((weight == 0).float().mean()) >= 0.3
 
 
+def _usual_shape(layer: DenseLinear | DenseConv2d) -> tuple[int, ...]:
+    """What a layer is measured at where nobody says."""
+    weight = layer.weight
+    tokens, most = (_GPU_TOKENS, _GPU_ENTRIES) if _on_gpu(weight) else (_TOKENS, _ENTRIES)
+    if isinstance(layer, DenseLinear):
+        return max(1, min(tokens, most // sum(weight.shape))), weight.shape[1]
+    conv = layer.conv
+    side = min(_SIDE, math.isqrt(most // (conv.channels + len(weight))))
+    each = zip(conv.kernel, conv.padding, conv.dilation, strict=True)
+    return 1, conv.channels, *(max(side, d * (k - 1) + 1 - 2 * p, 1) for k, p, d in each)
+
+
 def _choose_kernel(
     holder: nn.ModuleDict, name: str, layer: DenseLinear | DenseConv2d, seen: Seen | None, kernels: str
 ) -> None:
     """Put the layer on the kernel that suits it, or leave it as it is, and note why."""
     weight = layer.weight
-    tokens = _GPU_TOKENS if _on_gpu(weight) else _TOKENS
-    usual = (1, layer.conv.channels, _SIDE, _SIDE) if isinstance(layer, DenseConv2d) else (tokens, weight.shape[1])
-    shape, dtype = seen or (usual, weight.dtype)
+    shape, dtype = seen or (_usual_shape(layer), weight.dtype)
     if not _worth_a_kernel(weight):
         layer.why = f"{layer.zeros:.1%} zeros: too few"
     elif not _has_kernel(weight, dtype):

@@ -10,7 +10,7 @@ from spartan.problem.schedules import Moment
 from spartan.solvers.base import Grads
 from spartan.solvers.forms import KEPT, Form, Stored
 from spartan.solvers.torch import TorchSolver
-from spartan.solvers.units import random_units, send
+from spartan.solvers.units import random_units
 
 
 class StoredMasks(Method):
@@ -84,8 +84,7 @@ class Rewiring(StoredMasks):
             dearest = [max(solver.problem.unit_costs[i] for i in s.targets) for s in solver.problem.segments]
             room = room + (1.0 - 1e-6) * solver.constant(dearest)
         stay = kept & ~solver.top(torch.where(wanted, torch.minimum(room, cost), 0.0), -importance, among=kept)
-        left = (send(solver.k, solver.device) - solver.cost_of(stay)).clamp(min=0.0)
-        new = stay | solver.top(torch.where(wanted, left, 0.0), growth, among=~stay)
+        new = stay | solver.top(torch.where(wanted, solver.room_beside(stay), 0.0), growth, among=~stay)
         self.begin(solver, new & ~old)
         state.per_unit["mask"] = new
 

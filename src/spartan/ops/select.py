@@ -1,17 +1,19 @@
 """Selects exactly: the longest prefix of the units, ordered by value / cost, whose cost fits the budget."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from spartan.ops.parts import Part, Parts, check_budget, chunks, cost_of, numel, sample, slack, total_cost
+from spartan.ops.parts import CostGrid, Limit, Part, Parts, check_budget, chunks, numel, product, sample, total_cost
 from spartan.scalars import as_plain
 
 # Up to here everything is sorted; a GPU sorts sooner than it answers questions about a sample.
 SORT_ALL, SORT_ALL_ON_GPU = 1 << 17, 1 << 22
 SAMPLE = 1 << 16
+COSTED = 1 << 16  # units at a time where each has its cost, which takes several numbers of float64 a unit
 
 
 @dataclass(frozen=True)
@@ -44,25 +46,67 @@ class Boundary:
     gap_below: float  # distance to the next smaller value
 
 
+@dataclass
+class Above:
+    """What is surely kept: in number, and in cost as the two sums of a `CostGrid`; `terms` gives exactly what they cost.
+
+    `rest` is the sum of what the fine parts are without their sign: the fine sum is off by a rounding error of it.
+    """
+
+    count: int = 0
+    coarse: float = 0.0
+    fine: float = 0.0
+    rest: float = 0.0
+    terms: Callable[[], list[float]] = list
+
+    def add(self, count: int, price: float, grid: CostGrid) -> None:
+        """So many units of one price."""
+        coarse, fine = grid.split(price)
+        self.add_sums(count, count * coarse, count * fine, count * abs(fine))
+
+    def add_sums(self, count: int, coarse: float, fine: float, rest: float) -> None:
+        """Units whose costs were added up."""
+        self.count, self.coarse, self.fine, self.rest = (
+            *(self.count + count, self.coarse + coarse),
+            *(self.fine + fine, self.rest + rest),
+        )
+
+
 def select(parts: Parts, k: float) -> Threshold:
     """The threshold of the hard top-k: exact, ties broken by position, the same for any chunking of the input."""
     return boundary(parts, k).threshold
 
 
-def boundary(parts: Parts, k: float) -> Boundary:
-    """The threshold and its surroundings.
+def boundary(parts: Parts, k: float, prices: Iterable[float] | None = None) -> Boundary:
+    """The threshold and its surroundings; `prices` are what units cost, where that is known.
 
     A sample brackets the answer; one pass counts what lies above the bracket and collects what lies inside, which is
     sorted. A bracket that misses is widened, so the sample decides the time, never the result.
     """
     total = total_cost(parts)
     k = check_budget(k, total)
-    k += slack(k, total / numel(parts))
+    limit = Limit.of(k, _prices(parts) if prices is None else prices)
     if k >= total:
         return Boundary(Threshold(-math.inf, cost=total), 0.0, math.inf, math.inf)
-    above, inside = _window(parts, k, total)
-    values, order = torch.cat([p.u for p in inside]).sort(descending=True)
-    edge = values[_first_that_does_not_fit(inside, order, k - above)]
+    grid = CostGrid(total)
+    above, inside = _window(parts, limit, total, grid)
+    found = boundary_within(inside, limit, above, grid)
+    if not found.threshold.cut:
+        return found
+    ties = found.threshold.cut
+    return replace(found, threshold=replace(found.threshold, cut=_place_of_tie(parts, found.threshold.value, ties)))
+
+
+def boundary_within(inside: Parts, limit: Limit, above: Above, grid: CostGrid) -> Boundary:
+    """The boundary among a few units that hold it, when what lies above them is kept; its `cut` counts the ties kept."""
+    values, order = torch.cat([p.u for p in inside]).sort(descending=True, stable=True)
+    # So many of the units fit, in this order; those equal to the threshold stand in it by position.
+    if limit.price is not None:
+        fit = min(max(limit.units() - above.count, 0), len(values))
+    else:
+        costs = torch.cat([_costs(p) for p in inside])[order]
+        fit = _how_many_fit(costs, limit, above, grid)
+    edge = values[min(fit, len(values) - 1)]
     # Sorted upwards, the values equal to the threshold stand from `first` to `last`.
     upwards = values.flip(0)
     start, stop = torch.searchsorted(upwards, edge), torch.searchsorted(upwards, edge, right=True)
@@ -72,43 +116,40 @@ def boundary(parts: Parts, k: float) -> Boundary:
     value, below, over = found[:3]
     first, last = (int(position) for position in found[3:])
     larger, equal = values.numel() - last, last - first
-    room, ties, cheapest = _at_the_edge(inside, order, k - above, larger, equal)
-    cut, left = _cut(parts, value, room) if room >= cheapest else (0, room)
+    if limit.price is not None:
+        sums = [larger * limit.price, fit * limit.price, equal * limit.price]
+    else:
+        sums = torch.stack([x.sum() for x in (costs[:larger], costs[:fit], costs[larger : larger + equal])]).tolist()
+    already = above.coarse + above.fine
     return Boundary(
-        Threshold(value, cut, cost=k - left),
-        fraction=min(max(room / ties, 0.0), 1.0),
+        Threshold(value, fit - larger, cost=already + sums[1]),
+        fraction=min(max((limit.k + limit.over - already - sums[0]) / sums[2], 0.0), 1.0),
         gap_above=over - value if larger else math.inf,
         gap_below=value - below if first else math.inf,
     )
 
 
-def _window(parts: Parts, k: float, total: float) -> tuple[float, Parts]:
-    """The cost of what is surely kept, and a set of units that holds the threshold."""
+def _prices(parts: Parts) -> list[float]:
+    """The cheapest and the dearest unit."""
+    ends = [
+        torch.stack(torch.aminmax(p.c)).tolist() if isinstance(p.c, Tensor) else [p.c] for p in parts if p.u.numel()
+    ]
+    return [price for end in ends for price in end]
+
+
+def _window(parts: Parts, limit: Limit, total: float, grid: CostGrid) -> tuple[Above, Parts]:
+    """What is surely kept, and a set of units that holds the threshold."""
     if numel(parts) <= (SORT_ALL if parts[0].u.device.type == "cpu" else SORT_ALL_ON_GPU):
-        return 0.0, parts
-    spread = 3.0
+        return Above(), parts
+    spread, k = 3.0, limit.k + limit.over
     while True:
         low, high = _bracket(parts, k, total, spread)
-        above, inside = _split(parts, low, high)
-        if above <= k and (k < above + total_cost(inside) or low == -math.inf):
+        above, inside = _split(parts, low, high, grid)
+        cost, margin = above.coarse + above.fine, 1e-12 * total  # more than sums here are off by
+        fits_above = cost + margin <= k or high == math.inf
+        if fits_above and (k + margin < cost + total_cost(inside) or low == -math.inf):
             return above, inside
         spread *= 8.0
-
-
-def _at_the_edge(parts: Parts, order: Tensor, room: float, larger: int, equal: int) -> tuple[float, float, float]:
-    """What is left for the units equal to the threshold, what they cost, and the cheapest of them."""
-    cost = _one_cost(parts)
-    if cost is not None:
-        return room - larger * cost, equal * cost, cost
-    costs = torch.cat([_costs(p) for p in parts])[order]
-    tied = costs[larger : larger + equal]
-    return room - float(costs[:larger].sum()), float(tied.sum()), float(tied.min())
-
-
-def _one_cost(parts: Parts) -> float | None:
-    """The cost of every unit, if they all cost the same."""
-    cost = parts[0].c
-    return cost if not isinstance(cost, Tensor) and all(p.c == cost for p in parts) else None
 
 
 def _bracket(parts: Parts, k: float, total: float, spread: float) -> tuple[float, float]:
@@ -116,7 +157,8 @@ def _bracket(parts: Parts, k: float, total: float, spread: float) -> tuple[float
     few = sample(parts, SAMPLE)
     values, order = torch.cat([p.u for p in few]).sort(descending=True)
     q = k / total
-    middle = _first_that_does_not_fit(few, order, q * total_cost(few))
+    sums = torch.cat([_costs(p) for p in few])[order].cumsum(0)
+    middle = int(torch.searchsorted(sums, q * sums[-1], right=True))
     margin = 8 + spread * math.sqrt(values.numel() * max(q * (1 - q), 1e-4))
     first, last = int(middle - margin), int(middle + margin)
     high = float(values[first]) if first >= 0 else math.inf
@@ -124,24 +166,32 @@ def _bracket(parts: Parts, k: float, total: float, spread: float) -> tuple[float
     return low, high
 
 
-def _split(parts: Parts, low: float, high: float) -> tuple[float, list[Part]]:
-    """The cost of the units above `high`, and the units in [low, high] in order of position."""
-    above, inside = 0.0, []
+def _split(parts: Parts, low: float, high: float, grid: CostGrid) -> tuple[Above, list[Part]]:
+    """The units above `high`, added up, and those in [low, high] in order of position."""
+    above, inside = Above(terms=lambda: _costs_above(parts, high)), []
     for part in parts:
-        for u, c in chunks(part):
+        for u, c in chunks(part, COSTED if isinstance(part.c, Tensor) else None):
             over = u > high
             within = (u >= low).logical_xor_(over)
-            above += cost_of(int(over.count_nonzero()), c[over] if isinstance(c, Tensor) else c)
-            inside.append(Part(u[within], c[within] if isinstance(c, Tensor) else c))
+            if not isinstance(c, Tensor):
+                above.add(int(over.count_nonzero()), c, grid)
+                inside.append(Part(u[within], c))
+                continue
+            coarse, fine = grid.split((c * over).double())
+            count, *sums = torch.stack((over.sum().double(), coarse.sum(), fine.sum(), fine.abs_().sum())).tolist()
+            above.add_sums(int(count), *sums)
+            places = within.nonzero().squeeze(1)
+            inside.append(Part(u[places], c[places]))
     return above, inside
 
 
-def _first_that_does_not_fit(parts: Parts, order: Tensor, room: float) -> int:
-    """Index, in sorted order, of the first unit that no longer fits; the last one where all would."""
-    cost = _one_cost(parts)
-    if cost is not None:
-        return min(math.floor(room / cost), order.numel() - 1)
-    return min(_how_many_fit(torch.cat([_costs(p) for p in parts])[order], room), order.numel() - 1)
+def _costs_above(parts: Parts, high: float) -> list[float]:
+    """What the units above `high` cost, one by one, or exactly in sum."""
+    found: list[float] = []
+    for part in parts:
+        over = part.u > high
+        found += part.c[over].tolist() if isinstance(part.c, Tensor) else product(int(over.count_nonzero()), part.c)
+    return found
 
 
 def _costs(part: Part) -> Tensor:
@@ -150,32 +200,44 @@ def _costs(part: Part) -> Tensor:
     return c.expand(part.u.numel())
 
 
-def _how_many_fit(costs: Tensor, room: float) -> int:
-    return int(torch.searchsorted(costs.cumsum(0), room, right=True))
+def _how_many_fit(costs: Tensor, limit: Limit, above: Above, grid: CostGrid) -> int:
+    """How many of the first units fit the budget beside what is kept already, without rounding."""
+    coarse, fine = grid.split(costs)
+    whole, rest = grid.split(limit.k)
+    excess = (coarse.cumsum(0) + (above.coarse - whole)) + (fine.cumsum(0) + (above.fine - rest - limit.over))
+    # The sums are off by at most this much: units that end further from the budget need no second look.
+    eps = torch.finfo(torch.float64).eps
+    error = eps * (len(costs) * fine.abs().sum() + (above.count * above.rest + abs(rest) + limit.over))
+    ends = torch.searchsorted(excess, torch.stack((-error, error)), right=True)
+    low, high = ends.tolist()
+    if low == high:
+        return int(low)
+    kept, exact = above.terms(), costs[:high].tolist()
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if limit.holds([*kept, *exact[:middle]]) else (low, middle - 1)
+    return int(low)
 
 
-def _cut(parts: Parts, value: float, room: float) -> tuple[int, float]:
-    """Up to which position the units equal to the threshold still fit, and the room that is left then."""
+def _place_of_tie(parts: Parts, value: float, number: int) -> int:
+    """The position of the unit after so many that are equal to the value; the end where there is none."""
     position = 0
     for part in parts:
-        for u, c in chunks(part):
+        for u, _ in chunks(part):
             ties = (u == value).nonzero().flatten()
-            if isinstance(c, Tensor):
-                fit = _how_many_fit(c[ties].double(), room)
-            else:  # a running sum of thousands of costs would round
-                fit = min(max(math.floor(room / c), 0), ties.numel())
-            room -= cost_of(fit, c[ties[:fit]] if isinstance(c, Tensor) else c)
-            if fit < ties.numel():
-                return position + int(ties[fit]), room
+            if number < ties.numel():
+                return position + int(ties[number])
+            number -= ties.numel()
             position += u.numel()
-    return position, room
+    return position
 
 
 def hard_topk(values: Tensor, k: float, costs: Tensor | None = None) -> Tensor:
     """Keep the most valuable units that fit a budget.
 
     The longest prefix of the units, ordered by value / cost (ties by position), whose cost fits `k`. Exact: the budget
-    is never exceeded, but for rounding (a billionth of the cheapest unit), and the next unit in order would exceed it.
+    is never exceeded, and the next unit in order would exceed it. Costs are added up without rounding; what is forgiven
+    is a billionth of the cheapest unit, and where all cost the same 1e-15 of `k`.
 
     Args:
         values: value of each unit, any shape; bf16 and fp16 are compared in float32.
@@ -191,31 +253,9 @@ def hard_topk(values: Tensor, k: float, costs: Tensor | None = None) -> Tensor:
         tensor([ True, False,  True, False])
     """
     part, k = as_part(values.detach(), costs), float(as_plain(k))
-    if not isinstance(part.c, Tensor):
-        return select([part], k).keep(part.u).reshape(values.shape)
-    # Not by `select`: what it allows for rounding is small against the mean unit, and can be many of the cheapest.
-    # A billionth of the cheapest still forgives a budget such as (1 − 0.9)·1000, and never lets a unit through.
-    order = part.u.argsort(descending=True, stable=True)
-    total = total_cost([part])
-    k = check_budget(k, total)
-    fit = order.numel() if k >= total else _fit_exactly(part.c[order].double(), k + slack(0.0, float(part.c.min())))
-    return torch.zeros_like(part.u, dtype=torch.bool).index_fill_(0, order[:fit], True).reshape(values.shape)
-
-
-def _fit_exactly(costs: Tensor, k: float) -> int:
-    """How many of the first units fit the budget, without rounding."""
-    sums = costs.cumsum(0)
-    # The running sum is off by at most this much: units that end further from the budget need no second look.
-    error = costs.numel() * torch.finfo(torch.float64).eps * float(sums[-1])
-    low = int(torch.searchsorted(sums, k - error, right=True))
-    high = int(torch.searchsorted(sums, k + error, right=True))
-    if low == high:
-        return low
-    exact = costs[:high].tolist()
-    while low < high:  # the sign of an fsum is exact
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if math.fsum([*exact[:middle], -k]) <= 0 else (low, middle - 1)
-    return low
+    if len(set(prices := _prices([part]))) == 1:
+        part = part._replace(c=prices[0])
+    return select([part], k).keep(part.u).reshape(values.shape)
 
 
 def as_part(values: Tensor, costs: Tensor | None) -> Part:

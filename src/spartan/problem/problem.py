@@ -37,7 +37,10 @@ class Segment:
 
     def budget(self, pattern: Pattern, grown: float) -> float:
         """k, when the sparsity has grown to that fraction of the final one."""
-        return self.whole * pattern.density_at(1.0 - self.sparsity * grown) - self.reserved
+        k = self.whole * pattern.density_at(1.0 - self.sparsity * grown)
+        left = k - self.reserved
+        # Rounded down, so that both together are no more than the budget.
+        return left if math.fsum((left, self.reserved, -k)) <= 0 else math.nextafter(left, 0.0)
 
 
 class Stretch(NamedTuple):
@@ -206,7 +209,10 @@ class Problem:
             least = {i: self.least(i) for i in segment.targets if i in which}
             rest = tuple(i for i in segment.targets if i not in least)
             total = math.fsum(self.all_units[i] * self.unit_costs[i] for i in rest)
-            shared.append(replace(segment, targets=rest, total=total, reserved=math.fsum(least.values())))
+            reserved = math.fsum(least.values())
+            if math.fsum([*least.values(), -reserved]) > 0:
+                reserved = math.nextafter(reserved, math.inf)
+            shared.append(replace(segment, targets=rest, total=total, reserved=reserved))
             for i, floor in least.items():
                 whole = self.all_units[i] * self.unit_costs[i]
                 alone.append(Segment((i,), 0.0, whole, whole, whole - floor, -1 - self.numbers[i]))

@@ -57,7 +57,7 @@ def too_full(problem: Problem, count: UnitCount) -> list[str]:
         cost = math.fsum(count.kept[i] * problem.unit_costs[i] for i in segment.targets)
         k, m = segment.budget(problem.pattern, 1.0), problem.pattern.rows or 0
         crowded = [i for i in segment.targets if m and count.fullest[i] > m * k / segment.total + 1e-9]
-        if cost > k * (1.0 + 1e-9) + 1e-6:
+        if cost > k * (1.0 + 1e-9) + 1e-6 * min(problem.unit_costs[i] for i in segment.targets):
             names = some_names([problem.targets[i] for i in segment.targets], most=4)
             found.append(f"{1 - cost / segment.total:.6g} of {names} (asked: {segment.sparsity:.6g})")
         elif crowded:

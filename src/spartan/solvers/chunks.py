@@ -9,15 +9,15 @@ the former, so that a resumed run goes on as if it had never stopped.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from spartan.ops.newton import Dual, Root, search
-from spartan.ops.parts import CHUNK, Part, check_budget, total_cost
-from spartan.ops.select import Threshold, boundary
+from spartan.ops.parts import CHUNK, CostGrid, Limit, Part, check_budget, product, total_cost
+from spartan.ops.select import Above, Threshold, boundary_within
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags, Grads
 from spartan.solvers.forms import KEPT, Form, Mask
@@ -58,16 +58,16 @@ class Known:
 
 @dataclass
 class Window:
-    """Where a segment's threshold is looked for: the cost of what lies above, and a few weights that hold all within."""
+    """Where a segment's threshold is looked for: how many lie above, by cost, and a few weights that hold all within."""
 
     least: float
     most: float
-    above: float = 0.0
+    above: dict[float, int] = field(default_factory=dict)
     around: list[tuple[Piece, list[Tensor]]] = field(default_factory=list)
 
-    def threshold(self, k: float) -> Threshold | None:
+    def threshold(self, limit: Limit, grid: CostGrid) -> Threshold | None:
         """The threshold within the window, when what lies above it is kept; None if it is not there."""
-        least, most, above, around = self.least, self.most, self.above, self.around
+        least, most, around = self.least, self.most, self.around
         few = torch.cat([x for _, some in around for x in some])
         owner = torch.repeat_interleave(torch.tensor([sum(map(len, some)) for _, some in around]))
         there = few.ge(least).logical_and_(few.le(most))
@@ -75,20 +75,26 @@ class Window:
         counts = torch.bincount(owner, minlength=len(around)).tolist()
         pieces = [piece for piece, _ in around]
         parts = [Part(u, piece.cost) for u, piece in zip(few.split(counts), pieces, strict=True)]
-        room = k - above
-        if room < 0 or room >= total_cost(parts):
+        above = Above(terms=lambda: [x for price, count in self.above.items() for x in product(count, price)])
+        for price, count in self.above.items():
+            above.add(count, price, grid)
+        inside = total_cost(parts)
+        cost, room = above.coarse + above.fine, limit.k + limit.over
+        margin = 1e-12 * (cost + inside)  # more than these sums are off by
+        if room < cost + margin or room + margin >= cost + inside:
             return None
-        found = boundary(parts, room).threshold
+        found = boundary_within(parts, limit, above, grid).threshold
         if not math.isfinite(found.value):
             return None
-        cut = found.cut  # where they are listed here, the first of those equal to it that is not kept
-        if 0 < cut < len(few):
-            piece = pieces[int(owner[cut])]
-            kept = int((few[:cut] == found.value).logical_and_(owner[:cut] == owner[cut]).sum())  # of that piece
-            cut = piece.position + int((_scores(piece) == found.value).nonzero()[kept])
-        elif cut:
-            cut = pieces[-1].position + len(pieces[-1].theta)
-        return Threshold(found.value, cut, found.cost + above)
+        if not found.cut:
+            return found
+        # So many of those equal to it are kept; the next one is in this piece.
+        ties = (few == found.value).nonzero().squeeze(1)
+        if found.cut == len(ties):
+            return replace(found, cut=pieces[-1].position + len(pieces[-1].theta))
+        piece = pieces[int(owner[ties[found.cut]])]
+        kept = int((owner[ties[: found.cut]] == owner[ties[found.cut]]).sum())
+        return replace(found, cut=piece.position + int((_scores(piece) == found.value).nonzero()[kept]))
 
 
 class ChunkSolver(TorchSolver):
@@ -188,7 +194,7 @@ class ChunkSolver(TorchSolver):
         pending = {s: root for s, root in roots.items() if not root.done}
         for root, (f, d) in zip(pending.values(), self._pass(pending, windows), strict=True):
             root.hear(f, d)
-        inside = {s: window.threshold(k[s]) for s, window in windows.items()}
+        inside = {s: window.threshold(*_limit_of(self.problem, s, k[s])) for s, window in windows.items()}
         return {s: threshold for s, threshold in inside.items() if threshold is not None}
 
     def _pass(self, roots: Mapping[int, Root], windows: Mapping[int, Window]) -> list[tuple[float, float]]:
@@ -201,7 +207,7 @@ class ChunkSolver(TorchSolver):
             u = _scores(piece)
             if window is not None:
                 larger, some = _near(u, window.least, window.most, piece.room)
-                window.above += larger * cost
+                window.above[cost] = window.above.get(cost, 0) + larger
                 window.around.append((piece, some))
             if root is not None:
                 m = _mask(u, root.center, root.offset, root.beta, piece.room[1])
@@ -355,6 +361,12 @@ def _mask(u: Tensor, center: float, offset: float, beta: float, out: Tensor) -> 
     z = u if center == 0 else torch.sub(u, center, out=out)
     # One operation for βz + offset.
     return torch.add(u.new_tensor(offset), z, alpha=beta, out=out).sigmoid_()
+
+
+def _limit_of(problem: Problem, s: int, k: float) -> tuple[Limit, CostGrid]:
+    """What a segment may keep, and how its costs are added up."""
+    prices = [problem.unit_costs[i] for i in problem.members(s)]
+    return Limit.of(k, prices), CostGrid(problem.segments[s].total)
 
 
 def _near(u: Tensor, least: float, most: float, room: Sequence[Tensor]) -> tuple[int, list[Tensor]]:

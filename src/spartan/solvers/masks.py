@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from spartan.distributed import Ranks, sharded_dims
+from spartan.ops.parts import CostGrid
 from spartan.ops.soft_topk import Init
 from spartan.problem.problem import Problem
 from spartan.solvers.forms import Form, Mask, Shrunk, Stored
 from spartan.solvers.pools import Budgets, Pools
 from spartan.solvers.rows import Rows
-from spartan.solvers.units import Units, masked
+from spartan.solvers.units import Units, masked, send
 
 
 class Masks(Units):
@@ -95,6 +96,20 @@ class Masks(Units):
         if form.mask is Mask.SOFT:
             return self.pools.soft(self.ranks(form), self.dual)
         return self._shrunk(form.mask, kept) if isinstance(form.mask, Shrunk) else None
+
+    def room_beside(self, mask: Tensor) -> Tensor:
+        """What the budgets leave beside a mask, by segment: no more, where sums of costs round."""
+        problem, k = self.problem, self.k
+        grids = [CostGrid(segment.total) for segment in problem.segments]
+        each = zip(problem.segment_of, problem.unit_costs, strict=True)
+        coarse, fine = zip(*(grids[s].split(cost) for s, cost in each), strict=True)
+        if not any(fine):  # then they do not
+            return (send(k, self.device) - self.cost_of(mask)).clamp(min=0.0)
+        counts = self.sum_by_target(mask)[0]
+        whole, rest = zip(*(grid.split(x) for grid, x in zip(grids, k, strict=True)), strict=True)
+        left = send(whole, self.device) - self.segments_of(counts * self.constant(coarse))
+        left += send(rest, self.device) - self.segments_of(counts * self.constant(fine))
+        return torch.nextafter(left, torch.zeros_like(left)).clamp(min=0.0)
 
     def kept_cost(self, form: Form) -> Tensor | None:
         """What A costs, by segment, without waiting for it; None where that is not known."""

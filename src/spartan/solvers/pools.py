@@ -122,7 +122,8 @@ class Pools:
         found = {}
         for s, budget in k.items():
             parts = self.parts(ranks, s)
-            found[s] = boundary(parts, budget), extrema(parts) if ends else (0.0, 0.0)
+            prices = [self.problem.unit_costs[i] for i in self.problem.members(s)]
+            found[s] = boundary(parts, budget, prices), extrema(parts) if ends else (0.0, 0.0)
         return found
 
     def solve(self, ranks: Tensor, k: Budgets, beta: Sequence[float]) -> tuple[Any, Any]:

@@ -4,14 +4,17 @@ All segments ask together: a round is one reduction, whatever their number.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from spartan.distributed import Ranks
-from spartan.ops.parts import Part, check_budget, slack
+from spartan.ops.parts import Limit, Part, check_budget
 from spartan.ops.select import SORT_ALL, SORT_ALL_ON_GPU, Boundary, Threshold
 from spartan.problem.problem import Problem
 from spartan.solvers.pools import Edge, Pools
@@ -97,16 +100,14 @@ class ShardedPools(Pools):
         """The search of a segment; None where everything fits."""
         problem, total = self.problem, self.problem.segments[s].total
         members = problem.members(s)
-        n = sum(problem.all_units[i] for i in members)
-        k = check_budget(k, total)
-        k += slack(k, total / n)
-        if k >= total:
-            return None
         prices = sorted({problem.unit_costs[i] for i in members})
+        limit = Limit.of(check_budget(k, total), prices)
         counts = [sum(problem.all_units[i] for i in members if problem.unit_costs[i] == price) for price in prices]
+        if limit.k >= total or not Exact(limit, prices).exceeded(counts):
+            return None
         keys = _by_price(self.counted(ranks, s), prices, [key_of(part.u) for part in self.counted(ranks, s)])
         limits = torch.iinfo(keys[0].dtype)
-        return Bracket(limits.min, limits.max, counts, prices, k, keys, self.share)
+        return Bracket(limits.min, limits.max, counts, prices, limit, keys, self.share)
 
     def _guess(self, live: "Mapping[int, Bracket]") -> None:
         """Tell brackets where to look first: where the last searches make one expect it, or where samples do."""
@@ -128,14 +129,13 @@ class ShardedPools(Pools):
     def _cuts(self, live: "Mapping[int, Bracket]", ranks: Tensor) -> dict[int, tuple[int, float]]:
         """The position of the first unit equal to each threshold that does not fit, and what is kept in all."""
         found: dict[int, tuple[int, float]] = {}
-        searches: list[tuple[int, Bracket, Bracket]] = []
+        searches: list[tuple[int, Bracket]] = []
         for s, bracket in live.items():
             above = bracket.cost_of(bracket.larger)
-            room = bracket.room - above
             n = sum(self.problem.all_units[i] for i in self.problem.members(s))
             if not bracket.exceeds(bracket.larger, bracket.equal):  # all of them fit
                 found[s] = n, above + bracket.cost_of(bracket.equal)
-            elif room < min(price for price, m in zip(bracket.prices, bracket.equal, strict=True) if m):
+            elif bracket.exceeds(bracket.larger, bracket.cheapest_equal()):
                 found[s] = 0, above
             else:
                 value = value_of(bracket.key, ranks.dtype)
@@ -143,18 +143,38 @@ class ShardedPools(Pools):
                 for part, i in zip(self.counted(ranks, s), self.problem.members(s), strict=True):
                     tied.append(-self.problem.positions(i, part.u.device, (part.u == value).nonzero().flatten()))
                 keys = _by_price(self.counted(ranks, s), bracket.prices, tied)
-                searches.append(
-                    (s, bracket, Bracket(1 - n, 0, bracket.equal, bracket.prices, room, keys, bracket.words))
-                )
-        close([cut for _, _, cut in searches], self.problem.ranks)
-        for s, bracket, cut in searches:
-            found[s] = -cut.key, bracket.cost_of(bracket.larger) + cut.cost_of(cut.larger)
+                cut = Bracket(1 - n, 0, bracket.equal, bracket.prices, bracket.limit, keys, bracket.words)
+                cut.larger = list(bracket.larger)
+                searches.append((s, cut))
+        close([cut for _, cut in searches], self.problem.ranks)
+        for s, cut in searches:
+            found[s] = -cut.key, cut.cost_of(cut.larger)
         return found
 
 
 def share_of(segments: int) -> int:
     """The most numbers of 8 bytes that each of so many segments sends in a round; six rounds are seldom needed."""
     return min(max(int(BYTES / segments - BESIDE) // (6 * 8), 1), MOST_WORDS)
+
+
+class Exact:
+    """Compares what units cost with a limit, in whole numbers: nothing rounds."""
+
+    def __init__(self, limit: Limit, prices: Sequence[float]) -> None:
+        unit, self.prices = _whole(tuple(prices))
+        self.most = math.floor((Fraction(limit.k) + Fraction(limit.over)) * unit)
+
+    def exceeded(self, counts: Sequence[int]) -> bool:
+        """Whether so many units of each price cost more."""
+        return sum(n * price for n, price in zip(counts, self.prices, strict=True)) > self.most
+
+
+@lru_cache(maxsize=4096)
+def _whole(prices: tuple[float, ...]) -> tuple[int, list[int]]:
+    """Prices as multiples of a fraction 1/unit, which is a power of two."""
+    exact = [Fraction(price) for price in prices]
+    unit = max(x.denominator for x in exact)
+    return unit, [int(x * unit) for x in exact]
 
 
 @dataclass
@@ -173,7 +193,7 @@ class Bracket:
     high: int
     counts: list[int]  # units between, by price
     prices: list[float]
-    room: float
+    limit: Limit
     keys: list[Tensor]  # those on this process, by price
     words: int  # the most numbers of 8 bytes to send in a round
     guess: int | None = None
@@ -182,7 +202,8 @@ class Bracket:
 
     def __post_init__(self) -> None:
         self.larger = self.larger or [0] * len(self.prices)
-        self._fit = min(math.floor(self.room / self.prices[0]), sum(self.counts) - 1)  # where all cost the same
+        self.room = self.limit.k + self.limit.over
+        self._exact = Exact(self.limit, self.prices)
         self._start = self.low, self.high
         self._rest, self._ordered = list(self.keys), [False] * len(self.keys)
         self.key = self.low
@@ -196,10 +217,12 @@ class Bracket:
 
     def exceeds(self, *counts: Sequence[int]) -> bool:
         """Whether so many units no longer fit the room."""
-        units = [sum(each) for each in zip(*counts, strict=True)]
-        if len(units) == 1:
-            return units[0] > self._fit
-        return self.cost_of(units) > self.room
+        return self._exact.exceeded([sum(each) for each in zip(*counts, strict=True)])
+
+    def cheapest_equal(self) -> list[int]:
+        """One unit, by price: the cheapest of those equal to the key."""
+        price = next(i for i, n in enumerate(self.equal) if n)
+        return [int(i == price) for i in range(len(self.prices))]
 
     @property
     def open(self) -> bool:
@@ -256,7 +279,8 @@ class Bracket:
         pivots, kinds = self._pivots, len(self.prices)
         told = _unpack(words, self._bits, self._per_word, kinds * len(pivots))
         above = [[told[kind * len(pivots) + j] for kind in range(kinds)] for j in range(len(pivots))]
-        i = sum(self.exceeds(self.larger, each) for each in above)  # so many pivots are at or under it
+        # So many pivots are at or under it: the more lies above one, the lower it is.
+        i = bisect_left(above, True, key=lambda each: not self.exceeds(self.larger, each))
         over = above[i] if i < len(pivots) else [0] * kinds
         self.counts = [n - m for n, m in zip(above[i - 1] if i else self.counts, over, strict=True)]
         self.low, self.high = pivots[i - 1] if i else self.low, pivots[i] - 1 if i < len(pivots) else self.high

@@ -22,6 +22,8 @@ POINTERS = {
     "floats": "*fp64",
     "costs": "*fp64",
     "prices": "*fp64",
+    "fine_costs": "*fp64",
+    "fine_prices": "*fp64",
     "sums": "*fp64",
     "owners": "*i32",
     "kinds": "*i32",
@@ -121,4 +123,5 @@ if __name__ == "__main__":
         {"SEGMENTS": 64, "SOFT": True, "ABS": False, "DTYPE": tl.float32, "SUM": tl.float64},
         {"SEGMENTS": 2, "SOFT": False, "ABS": True, "DTYPE": tl.bfloat16, "SUM": tl.float32},
     ):
-        check_order(compile_it(search, COLD=False, SAMPLED=True, ALIGNED=True, **kinds, **sizes))
+        for fine in ({}, {"fine_costs": None, "fine_prices": None}):
+            check_order(compile_it(search, COLD=False, SAMPLED=True, ALIGNED=True, **kinds, **sizes, **fine))

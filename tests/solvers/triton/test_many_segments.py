@@ -21,6 +21,7 @@ from spartan.problem import problem
 from spartan.problem.patterns import Pattern
 from spartan.problem.schedules import Moment
 from spartan.solvers.torch import TorchSolver
+from spartan.solvers.triton.state import TOLD
 from spartan.solvers.triton.topk import TopK
 from tests.solvers.triton import DEVICE
 from tests.waiting import check_no_step_waits
@@ -232,7 +233,7 @@ def test_the_top_k_of_every_segment() -> None:
                 assert residual_at(states.duals([beta] * 6).each()[g], parts, k) <= 1e-6
         for i, t in enumerate(tensors):
             tensors[i] = t if owners[i] == 3 else t + 1e-3 * torch.randn(t.shape, generator=rng)
-    assert not states.floats[2, 4:].any()
+    assert not states.floats[2, TOLD:].any()
     assert not states.ints[2].any()
 
 

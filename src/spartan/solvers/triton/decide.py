@@ -19,6 +19,7 @@ from spartan.solvers.triton.state import (
     HIGH,
     HIGHEST,
     JUMPED,
+    K_FINE,
     LAST_BETA,
     LEAST,
     LOW,
@@ -32,6 +33,7 @@ from spartan.solvers.triton.state import (
     PASSES,
     RESIDUAL,
     ROOM,
+    ROOM_FINE,
     SAMPLES,
     SHIFT,
     SOFT_DONE,
@@ -53,7 +55,7 @@ from spartan.solvers.triton.state import (
 @triton.jit
 def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.constexpr):
     """One segment, from its last solution, or else from samples."""
-    k = tl.load(floats + K)
+    everything = tl.load(floats + K) == float("inf")
     beta = tl.load(floats + BETA)
     all_of_it = tl.load(floats + TOTAL)
     moved = tl.load(ints + MOVED)
@@ -65,7 +67,7 @@ def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.cons
     tl.store(ints + SAMPLES, 0)
     solved = (tl.load(ints + SOLVED) != 0) & (not COLD)
     zero = tl.full((), 0, tl.int64)
-    if k >= all_of_it:
+    if everything:
         tl.store(floats + VALUE, -float("inf"))
         tl.store(floats + COST, all_of_it)
         tl.store(ints + HARD_DONE, 1)
@@ -104,7 +106,7 @@ def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.cons
         tl.store(floats + RESIDUAL, 0.0)
         tl.store(ints + SOFT_DONE, tl.where(flat, 1, 0))
         # Everything is kept: there is no threshold to wait for.
-        tl.store(ints + WAITS, tl.where(warm | flat | (k >= all_of_it), 0, 1))
+        tl.store(ints + WAITS, tl.where(warm | flat | everything, 0, 1))
     else:
         tl.store(ints + SOFT_DONE, 1)
         tl.store(ints + WAITS, 0)
@@ -113,19 +115,32 @@ def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.cons
 
 @triton.jit
 def narrow(
-    floats, ints, higher, cost_of, number_in, k, total, room, origin, low, high, shift, sampled, hard_done, value, known
+    floats, ints, higher, cost_of, fine_higher, fine_of, number_in, k, k_fine, total, room, origin, low, high, shift,
+    sampled, hard_done, value, known, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Which bin holds the threshold: the highest one at which what lies above it, and it, no longer fit."""
     bins = tl.arange(0, BINS)
     all_within = tl.sum(cost_of)
     down_to = higher + all_within - tl.cumsum(cost_of) + cost_of
+    all_seen = higher + all_within
+    if SPLIT:
+        fine_within = tl.sum(fine_of)
+        fine_down = fine_higher + fine_within - tl.cumsum(fine_of) + fine_of
+        all_seen += fine_higher + fine_within
     if sampled:  # the same share of what was looked at; the first look, at all keys, tells how much that is
-        seen = tl.where(high - low == HIGHEST, higher + all_within, room)
+        seen = tl.where(high - low == HIGHEST, all_seen, room)
         tl.store(floats + ROOM, seen)
-        k = k * (seen / total)
-    bin = tl.max(tl.where(down_to > k, bins, -1)).to(tl.int64)
+        k = (k + k_fine) * (seen / total)
+        k_fine = tl.full((), 0.0, tl.float64)
+    if SPLIT:  # the coarse parts are exact, and so is their difference where it matters
+        too_much = (down_to - k) + (fine_down - k_fine) > 0.0
+        already = (higher - k) + (fine_higher - k_fine) > 0.0
+    else:
+        too_much = down_to > k
+        already = higher > k
+    bin = tl.max(tl.where(too_much, bins, -1)).to(tl.int64)
     further = (high - low + 1) * FURTHER
-    if higher > k:
+    if already:
         look_at(ints, high + 1, tl.minimum(high + further, HIGHEST))
     elif bin < 0:
         look_at(ints, tl.maximum(low - further, 0), low - 1)
@@ -146,10 +161,16 @@ def narrow(
         value = float_of(low + bin).to(tl.float64)
         known = known | (bin >= 0)
         hard_done = hard_done | (bin >= 0)
+        left = k - kept
         tl.store(floats + VALUE, value)
+        tl.store(floats + ROOM, left)
+        if SPLIT:
+            fine_kept = fine_higher + tl.sum(tl.where(bins > bin, fine_of, 0.0))
+            tl.store(floats + ROOM_FINE, k_fine - fine_kept)
+            left += k_fine - fine_kept
+            kept += fine_kept
         tl.store(floats + COST, kept)
-        tl.store(floats + ROOM, k - kept)
-        tl.store(ints + TIES, tl.where((k - kept > 0.0) & (ties > 1), 1, 0))
+        tl.store(ints + TIES, tl.where((left > 0.0) & (ties > 1), 1, 0))
         tl.store(ints + HARD_DONE, 1)
         tl.store(ints + MOVED, tl.where(origin < 0, NEAR, tl.abs(low + bin - origin)))
     return hard_done, value, known
@@ -226,9 +247,11 @@ def newton(
 
 @triton.jit
 def decide(
-    floats, ints, limits, counts, above, sums, costs, prices, tol, SOFT: tl.constexpr, ROWS: tl.constexpr
+    floats, ints, limits, counts, above, sums, costs, prices, fine_costs, fine_prices, tol,
+    SOFT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What a pass found of a segment, and where the next one looks."""
+    """What a pass found of a segment, and where the next one looks. There are fine costs only where coarse ones round."""
+    SPLIT: tl.constexpr = fine_costs is not None
     # All that may be needed is read at once: one way to the memory and back, not twenty one after the other.
     first = tl.load(limits)
     last = tl.load(limits + 1)
@@ -242,6 +265,9 @@ def decide(
     high = tl.load(ints + HIGH)
     shift = tl.load(ints + SHIFT)
     k = tl.load(floats + K)
+    k_fine = tl.full((), 0.0, tl.float64)
+    if SPLIT:
+        k_fine = tl.load(floats + K_FINE)
     total = tl.load(floats + TOTAL)
     room = tl.load(floats + ROOM)
     value = tl.load(floats + VALUE)
@@ -259,6 +285,7 @@ def decide(
         most = tl.load(floats + MOST)
     if hard | soft:
         over = tl.zeros((ROWS,), tl.float64)
+        fine_over = tl.zeros((ROWS,), tl.float64)
         f = tl.zeros((ROWS,), tl.float64)
         d = tl.zeros((ROWS,), tl.float64)
         least_u = tl.full((ROWS,), float("inf"), tl.float64)
@@ -267,7 +294,13 @@ def decide(
             row = first + i + tl.arange(0, ROWS)
             there = row < last
             cost = tl.load(costs + row, mask=there, other=0.0)
-            over += tl.load(above + row, mask=there, other=0).to(tl.float64) * cost
+            number = tl.load(above + row, mask=there, other=0).to(tl.float64)
+            if SPLIT:
+                fine = tl.load(fine_costs + row, mask=there, other=0.0)
+                fine_over += number * fine
+                over += number * (cost - fine)
+            else:
+                over += number * cost
             if SOFT:
                 m = tl.load(sums + 4 * row, mask=there, other=0.0)
                 m2 = tl.load(sums + 4 * row + 1, mask=there, other=0.0)
@@ -282,16 +315,25 @@ def decide(
         if hard:
             bins = tl.arange(0, BINS)
             cost_of = tl.zeros((BINS,), tl.float64)
+            fine_of = tl.zeros((BINS,), tl.float64)
             number_in = tl.zeros((BINS,), tl.int32)
             for kind in range(first_kind, last_kind):
                 number = tl.load(counts + kind * BINS + bins)
                 tl.debug_barrier()  # a thread may write where another reads: all have read, then
                 tl.store(counts + kind * BINS + bins, 0)  # for the next pass
-                cost_of += number.to(tl.float64) * tl.load(prices + kind)
+                price = tl.load(prices + kind)
+                if SPLIT:
+                    fine_price = tl.load(fine_prices + kind)
+                    fine_of += number.to(tl.float64) * fine_price
+                    price -= fine_price
+                cost_of += number.to(tl.float64) * price
                 number_in += number
+            fine_higher = tl.full((), 0.0, tl.float64)
+            if SPLIT:
+                fine_higher = tl.sum(fine_over)
             hard_done, value, known = narrow(
-                floats, ints, tl.sum(over), cost_of, number_in, k, total, room, from_key, low, high, shift,
-                samples == 1, hard_done, value, known,
+                floats, ints, tl.sum(over), cost_of, fine_higher, fine_of, number_in, k, k_fine, total, room,
+                from_key, low, high, shift, samples == 1, hard_done, value, known, SPLIT,
             )  # fmt: skip
         if SOFT:
             if soft:

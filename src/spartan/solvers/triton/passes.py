@@ -17,6 +17,7 @@ from spartan.solvers.triton.state import (
     LOW,
     OFFSET,
     ROOM,
+    ROOM_FINE,
     SAMPLE,
     SAMPLES,
     SHIFT,
@@ -163,7 +164,7 @@ def count_ties(
 
 @triton.jit
 def cut_ties(
-    addresses, table, limits, factors, floats, ints, above, costs,
+    addresses, table, limits, factors, floats, ints, above, costs, fine_costs,
     ABS: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The position, in a segment, of the first entry equal to the threshold that no longer fits."""
@@ -172,22 +173,45 @@ def cut_ties(
         before = tl.full((), 0.0, tl.float64)
         piece = tl.full((), -1, tl.int64)
         spent = tl.full((), 0.0, tl.float64)
+        SPLIT: tl.constexpr = fine_costs is not None
+        fine_room = tl.full((), 0.0, tl.float64)
+        if SPLIT:
+            fine_room = tl.load(floats + ROOM_FINE)
+        fine_before = tl.full((), 0.0, tl.float64)
+        fine_spent = tl.full((), 0.0, tl.float64)
         first = tl.load(limits)
         last = tl.load(limits + 1)
         for j in range(0, last - first, ROWS):
             row = first + j + tl.arange(0, ROWS)
             there = row < last
-            tied = tl.load(above + row, mask=there, other=0).to(tl.float64)
-            tied = tied * tl.load(costs + row, mask=there, other=0.0)
+            number = tl.load(above + row, mask=there, other=0).to(tl.float64)
+            cost = tl.load(costs + row, mask=there, other=0.0)
+            if SPLIT:
+                fine = tl.load(fine_costs + row, mask=there, other=0.0)
+                fine_tied = number * fine
+                cost -= fine
+            tied = number * cost
             upto = before + tl.cumsum(tied)
-            over = tl.min(tl.where(there & (upto > room), row, 2147483647)).to(tl.int64)
+            if SPLIT:
+                too_much = (upto - room) + (fine_before + tl.cumsum(fine_tied) - fine_room) > 0.0
+            else:
+                too_much = upto > room
+            over = tl.min(tl.where(there & too_much, row, 2147483647)).to(tl.int64)
             if (piece < 0) & (over < 2147483647):
                 piece = over
                 spent = tl.sum(tl.where(row < over, tied, 0.0)) + before
+                if SPLIT:
+                    fine_spent = tl.sum(tl.where(row < over, fine_tied, 0.0)) + fine_before
             before += tl.sum(tied)
+            if SPLIT:
+                fine_before += tl.sum(fine_tied)
         if piece >= 0:
             cost = tl.load(costs + piece)
-            fit = tl.floor((room - spent) / cost)
+            fit = tl.floor((room - spent + (fine_room - fine_spent)) / cost)
+            if SPLIT:  # the quotient rounds
+                fine = tl.load(fine_costs + piece)
+                left = (room - spent - fit * (cost - fine)) + (fine_room - fine_spent - fit * fine)
+                fit += tl.where(left < 0.0, -1.0, tl.where(left >= cost, 1.0, 0.0))
             which, start, length, position = row_of(table, piece)
             at = place_of(tl.load(addresses + which), start, DTYPE, ALIGNED)
             factor = tl.load(factors + piece)
@@ -214,4 +238,4 @@ def cut_ties(
                 cut = tl.where((cut < 0) & (place < 2147483647), position + place, cut)
                 seen += tl.sum(tie).to(tl.float64)
             tl.store(ints + CUT, cut)
-            tl.store(floats + COST, tl.load(floats + COST) + spent + fit * cost)
+            tl.store(floats + COST, tl.load(floats + COST) + spent + fine_spent + fit * cost)

@@ -46,8 +46,8 @@ def with_ties(ints, segments, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def search(
-    addresses, table, shares, owners, limits, factors, kinds, costs, prices, floats, ints, counts, above, sums, arrived,
-    segments, most, tol,
+    addresses, table, shares, owners, limits, factors, kinds, costs, prices, fine_costs, fine_prices,
+    floats, ints, counts, above, sums, arrived, segments, most, tol,
     SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.constexpr, ABS: tl.constexpr, DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr, SUM: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -74,8 +74,8 @@ def search(
             own = limits + 6 * segment
             if tl.load(own) < tl.load(own + 1):
                 decide(
-                    floats + segment * FLOATS, ints + segment * INTS, own, counts, above, sums, costs, prices, tol,
-                    SOFT, ROWS,
+                    floats + segment * FLOATS, ints + segment * INTS, own, counts, above, sums, costs, prices,
+                    fine_costs, fine_prices, tol, SOFT, ROWS,
                 )  # fmt: skip
         meet(arrived)
         left = left_to_do(ints, limits, segments, SEGMENTS)
@@ -88,5 +88,5 @@ def search(
             own = limits + 6 * segment
             cut_ties(
                 addresses, table, own, factors, floats + segment * FLOATS, ints + segment * INTS, above, costs,
-                ABS, DTYPE, ALIGNED, ROWS, BLOCK,
+                fine_costs, ABS, DTYPE, ALIGNED, ROWS, BLOCK,
             )  # fmt: skip

@@ -29,25 +29,29 @@ COARSE = tl.constexpr(10)
 GUESSED = tl.constexpr(1 << 18)
 
 # Kernels must import these by name: Triton's cache does not see the value of a module's attribute.
-# The state of a top-k: floats, of which the host tells the first four …
-K = tl.constexpr(0)  # what may be kept, in cost, with the slack for rounding
+# The state of a top-k: floats, of which the host tells the first five …
+K = tl.constexpr(
+    0
+)  # what may be kept, in cost, with what is forgiven: the coarse part (`ops.parts.CostGrid`); ∞: all of it
 SOFT_K = tl.constexpr(1)  # the same without
 TOTAL = tl.constexpr(2)  # C, the cost of everything
 BETA = tl.constexpr(3)
-TOLD, FEW = 4, 4
-GOAL = tl.constexpr(4)  # logit(k/C)
-ORIGIN = tl.constexpr(5)  # z = β(u − ORIGIN) + S
-S = tl.constexpr(6)
-LEAST = tl.constexpr(7)  # the root S lies between these
-MOST = tl.constexpr(8)
-CENTER = tl.constexpr(9)  # the same line, written from a number near τ
-OFFSET = tl.constexpr(10)
-RESIDUAL = tl.constexpr(11)
-VALUE = tl.constexpr(12)  # the threshold
-COST = tl.constexpr(13)  # of what is kept
-ROOM = tl.constexpr(14)  # what is left for units equal to the threshold
-LAST_BETA = tl.constexpr(15)
-FLOATS = tl.constexpr(16)
+K_FINE = tl.constexpr(4)  # the fine part of K; 0 where costs have none
+TOLD, FEW = 5, 4
+GOAL = tl.constexpr(5)  # logit(k/C)
+ORIGIN = tl.constexpr(6)  # z = β(u − ORIGIN) + S
+S = tl.constexpr(7)
+LEAST = tl.constexpr(8)  # the root S lies between these
+MOST = tl.constexpr(9)
+CENTER = tl.constexpr(10)  # the same line, written from a number near τ
+OFFSET = tl.constexpr(11)
+RESIDUAL = tl.constexpr(12)
+VALUE = tl.constexpr(13)  # the threshold
+COST = tl.constexpr(14)  # of what is kept
+ROOM = tl.constexpr(15)  # what is left for units equal to the threshold: the coarse part, and the fine one
+ROOM_FINE = tl.constexpr(16)
+LAST_BETA = tl.constexpr(17)
+FLOATS = tl.constexpr(18)
 # … and integers.
 LOW = tl.constexpr(0)  # keys from LOW to HIGH are looked at, in bins of 2^SHIFT
 HIGH = tl.constexpr(1)

@@ -1,9 +1,12 @@
 """Lists many tensors for one launch: tables of addresses, and of the pieces that programs work on."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from spartan.ops.parts import CostGrid
 
 # A program's share. Small enough to fill a GPU with a few million weights, large enough that the pieces' own sums,
 # which one program adds up, stay few.
@@ -20,10 +23,11 @@ class Pieces:
 
     `table` has a row per piece: its tensor, where in that tensor it starts, how long it is, and its position among all
     entries of its segment. `segments` tells which one that is, where there are several; `costs` and `factors` repeat
-    what is given per tensor, `kinds` tells which of the different `prices` it has. `limits` has a row per segment: its
-    pieces, its prices and its tensors, each from the first to the one past the last. With `programs`, pieces also end
-    where the entries are divided evenly among so many, and `shares` has the first piece of each, and the end. `even`
-    tells that every piece has a multiple of 8 entries.
+    what is given per tensor, `kinds` tells which of the different `prices` it has; `fine_costs` and `fine_prices` are
+    their fine parts (`ops.parts.CostGrid`), None where they have none and sums do not round. `limits` has a row per
+    segment: its pieces, its prices and its tensors, each from the first to the one past the last. With `programs`,
+    pieces also end where the entries are divided evenly among so many, and `shares` has the first piece of each, and
+    the end. `even` tells that every piece has a multiple of 8 entries.
 
     Args:
         sizes: entries of each tensor.
@@ -63,7 +67,7 @@ class Pieces:
         prices: list[float] = []
         limits: list[tuple[int, ...]] = []
         for segment in range(segments):
-            mine, position = [i for i, owner in enumerate(owners) if owner == segment], 0
+            mine, position = _of(owners, segment), 0
             own_prices, first, first_kind = sorted({costs[i] for i in mine}), len(rows), len(prices)
             for i in mine:
                 start = 0
@@ -89,8 +93,22 @@ class Pieces:
         self.limits = torch.tensor(limits, dtype=torch.int64).to(device)
         self.costs = torch.tensor([costs[i] for i in which], dtype=torch.float64).to(device)
         self.prices = torch.tensor(prices, dtype=torch.float64).to(device)
+        self.totals = [math.fsum(sizes[i] * costs[i] for i in _of(owners, segment)) for segment in range(segments)]
+        self.grids = [CostGrid(total) for total in self.totals]
+        fine = [self.grids[owners[i]].split(costs[i])[1] for i in range(len(sizes))]
+        self.fine_costs = self.fine_prices = None
+        if any(fine):
+            self.fine_costs = torch.tensor([fine[i] for i in which], dtype=torch.float64).to(device)
+            of_kind = dict(zip(kinds, which, strict=True))
+            each = [fine[of_kind[kind]] if kind in of_kind else 0.0 for kind in range(len(prices))]
+            self.fine_prices = torch.tensor(each, dtype=torch.float64).to(device)
         self.kinds = torch.tensor(kinds, dtype=torch.int32).to(device)
         self.factors = torch.tensor([factors[i] for i in which], dtype=torch.float32).to(device)
+
+
+def _of(owners: Sequence[int], segment: int) -> list[int]:
+    """The tensors of a segment."""
+    return [i for i, owner in enumerate(owners) if owner == segment]
 
 
 def _up(entries: int) -> int:

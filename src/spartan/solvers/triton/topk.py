@@ -67,11 +67,8 @@ class TopK:
             sizes, costs, factors or [1.0] * len(sizes), device, owners=owners, segments=segments,
             programs=_programs(sum(sizes), device),
         )  # fmt: skip
-        each = list(zip(owners, sizes, costs, strict=True))
-        self.sizes = [sum(n for owner, n, _ in each if owner == g) for g in range(segments)]
-        self.costs = [math.fsum(n * c for owner, n, c in each if owner == g) for g in range(segments)]
-        self._totals = torch.tensor(self.costs, dtype=torch.float64).to(device)
-        self._unit_costs = self._totals / torch.tensor(self.sizes).clamp(min=1).to(device)
+        self.sizes = [sum(n for owner, n in zip(owners, sizes, strict=True) if owner == g) for g in range(segments)]
+        self.costs, self.limits = self.pieces.totals, Limits(sizes, costs, owners, self.pieces, device)
         n = max(1, self.pieces.count)
         self.counts = torch.zeros(len(self.pieces.prices), BINS.value, dtype=torch.int32, device=device)
         self.above = torch.zeros(n, dtype=torch.int32, device=device)
@@ -99,23 +96,17 @@ class TopK:
         sharpness = [0.0] * len(self.costs) if beta is None else list(beta)
         if isinstance(k, Tensor):
             assert beta is None, "soft masks have budgets that the host knows"
-            k = torch.minimum(k.double(), self._totals)
-            fit = k + slack(1.0, 0.0) * k + slack(0.0, 1.0) * self._unit_costs
-            self.states.tell_tensor(torch.stack((fit, k, self._totals, torch.zeros_like(k)), 1))
-            return
-        numbers = []
-        for budget, total, size, b in zip(k, self.costs, self.sizes, sharpness, strict=True):
-            budget = min(budget, total)
-            numbers.append([budget + slack(budget, total / max(1, size)), budget, total, b])
-        self.states.tell(numbers)
+            self.states.tell_tensor(self.limits.of_tensor(k))
+        else:
+            self.states.tell(self.limits.of_numbers(k, sharpness))
 
     def _launch(self, where: Tensor, dtype: torch.dtype, soft: bool, cold: bool) -> None:
         p, segments = self.pieces, len(self.sizes)
         sampled = cold and max(self.sizes) >= SAMPLED_FROM
         search[(len(p.shares) - 1,)](
             where, p.table, p.shares, p.segments, p.limits, p.factors, p.kinds, p.costs, p.prices,
-            self.states.floats, self.states.ints, self.counts, self.above, self.sums, self.arrived,
-            segments, MOST_PASSES, 1e-6,
+            p.fine_costs, p.fine_prices, self.states.floats, self.states.ints, self.counts, self.above, self.sums,
+            self.arrived, segments, MOST_PASSES, 1e-6,
             SOFT=soft, COLD=cold, SAMPLED=sampled, ABS=self.absolute, DTYPE=DTYPES[dtype],
             ALIGNED=self.addresses.aligned, SUM=tl.float64 if max(self.sizes) <= WIDE else tl.float32,
             SEGMENTS=triton.next_power_of_2(segments), BLOCK=BLOCK, ROWS=512, **self.launch,
@@ -139,6 +130,53 @@ class TopK:
         self.solve(tensors, k, beta)
         found = self.states.copy()
         return found.selection(), None if beta is None else found.duals(beta)
+
+
+class Limits:
+    """What every segment may keep, as the kernels are told: in the order of the state."""
+
+    def __init__(
+        self, sizes: Sequence[int], costs: Sequence[float], owners: Sequence[int], pieces: Pieces, device: torch.device
+    ) -> None:
+        self.grids, self.totals, self.split = pieces.grids, pieces.totals, pieces.fine_costs is not None
+        # The cheapest unit, whether all cost the same, and what everything costs without rounding, in two parts.
+        self.cheapest, self.alike, self.exact = [], [], []
+        for g, grid in enumerate(self.grids):
+            mine = [(n, c) for owner, n, c in zip(owners, sizes, costs, strict=True) if owner == g]
+            prices = {c for _, c in mine} or {1.0}
+            halves = [[n * part for part in grid.split(c)] for n, c in mine]
+            self.cheapest.append(min(prices))
+            self.alike.append(len(prices) == 1)
+            self.exact.append((math.fsum(x for x, _ in halves), math.fsum(x for _, x in halves)))
+        each = zip(self.grids, self.totals, self.exact, self.cheapest, self.alike, strict=True)
+        rows = [(grid.step, total, *x, slack(0.0, c, a), slack(1.0, 0.0, a)) for grid, total, x, c, a in each]
+        self._rows = torch.tensor(rows, dtype=torch.float64).to(device).unbind(1)
+
+    def of_numbers(self, k: Sequence[float], beta: Sequence[float]) -> list[list[float]]:
+        """From budgets that the host knows."""
+        found = []
+        each = zip(k, beta, self.grids, self.totals, self.exact, self.cheapest, self.alike, strict=True)
+        for budget, b, grid, total, exact, cheapest, alike in each:
+            budget = min(budget, total)
+            coarse = math.floor(budget / grid.step) * grid.step
+            fine = (budget - coarse) + slack(budget, cheapest, alike)
+            if not self.split:  # costs are whole steps
+                coarse, fine = coarse + math.floor(fine / grid.step) * grid.step, 0.0
+            if budget >= total or (coarse - exact[0]) + (fine - exact[1]) >= 0.0:
+                coarse = math.inf
+            found.append([coarse, budget, total, b, fine])
+        return found
+
+    def of_tensor(self, k: Tensor) -> Tensor:
+        """The same from budgets that the device knows, for hard masks."""
+        step, total, exact, exact_fine, of_unit, of_k = self._rows
+        k = torch.minimum(k.double(), total)
+        coarse = torch.floor(k / step) * step
+        fine = (k - coarse) + (of_unit + of_k * k)
+        if not self.split:
+            coarse, fine = coarse + torch.floor(fine / step) * step, torch.zeros_like(k)
+        coarse = coarse.masked_fill((k >= total) | ((coarse - exact) + (fine - exact_fine) >= 0.0), math.inf)
+        return torch.stack((coarse, k, total, torch.zeros_like(k), fine), 1)
 
 
 def _programs(entries: int, device: torch.device) -> int:
