@@ -109,9 +109,9 @@ class Sparsifier:
             "count": count, "min_density": min_density, "kernels": kernels,
         }  # fmt: skip
         check_same(self._arguments | {"cost": as_cost(cost).describe(), "kernels": None}, model)
-        own, seed = (self.method.warmup, self.method.finetune), int(torch.randint(1 << 31, ()).item())
-        phases = (mine if given is None else given for given, mine in zip((warmup, finetune), own, strict=True))
-        at = Moment.start(total_steps, *phases, seed=seed)
+        warmup = self.method.warmup if warmup is None else warmup
+        finetune = self.method.finetune if finetune is None else finetune
+        at = Moment.start(total_steps, warmup, finetune, seed=int(torch.randint(1 << 31, ()).item()))
         if budget is None:
             budget = getattr(pattern, "budget", None) or self.method.budget
         problem = make_problem(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from spartan.distributed import fsdp_modules, is_dtensor, version
 from spartan.problem.targets import current, some_names
@@ -150,8 +151,10 @@ class Guard:
         """Whether answers are waited for: on a CPU, and where processes must agree on them."""
         return self.weights.bad.device.type == "cpu" or not self.ranks.alone
 
-    def gradients(self, which: Sequence[int], step: int) -> None:
-        """No NaN or infinite gradient may reach θ."""
+    def gradients(self, which: Sequence[int], step: int, optimizer: Optimizer) -> None:
+        """No NaN or infinite gradient may reach θ, unless a loss scaler is there to skip the update."""
+        if getattr(optimizer, "found_inf", None) is not None:
+            return
         if not self._waits:
             for part, mine in zip(self.weights.parts, self.weights.local(which), strict=True):
                 if mine:

@@ -66,7 +66,7 @@ class Run:
             try:
                 with self.weights.together():
                     if evaluate is None:
-                        self.check_gradients(optimizer, mine)
+                        self.guard.gradients(mine, self.at.step, optimizer)
                     self.weights.put(mine)
                 result = update() if evaluate is None else update(evaluate)
                 if not skipped(optimizer):
@@ -83,11 +83,6 @@ class Run:
         """Gradients for θ, with the method's decay."""
         self.backward()
         self._add_decay(mine, getattr(optimizer, "grad_scale", None))
-
-    def check_gradients(self, optimizer: Optimizer, mine: Sequence[int]) -> None:
-        """They must be finite, unless a loss scaler is there to skip the update."""
-        if getattr(optimizer, "found_inf", None) is None:
-            self.guard.gradients(mine, self.at.step)
 
     @torch.no_grad()
     def finish(self, optimizer: Optimizer, mine: Sequence[int], advance: bool) -> None:
@@ -283,7 +278,7 @@ class Evaluation:
         with torch.enable_grad():
             loss = self.closure()
         self.run.turn(self.optimizer, self.mine)
-        self.run.check_gradients(self.optimizer, self.mine)
+        self.run.guard.gradients(self.mine, self.run.at.step, self.optimizer)
         with torch.no_grad():
             self.run.weights.put(self.mine)
         self._put = self._versions()

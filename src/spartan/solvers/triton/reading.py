@@ -1,0 +1,113 @@
+"""Tells where kernels of single weights read what a form says: thresholds, ranks, stored masks."""
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spartan.problem.problem import Problem
+from spartan.solvers.base import Flags
+from spartan.solvers.forms import VJP, Form, Mask, Shrunk, Stored
+from spartan.solvers.triton import weights
+from spartan.solvers.triton.masks import KernelMasks
+from spartan.solvers.triton.state import States
+from spartan.solvers.triton.tables import Addresses
+
+LONGEST = 1024  # entries of a row that a program reads at a time
+
+
+class Reading(NamedTuple):
+    """Where kernels read A: the kind, and the tables of ranks, of stored masks, and of thresholds."""
+
+    kind: Any
+    ranks: Tensor | None
+    masks: Tensor | None
+    states: States
+
+
+class FormReader(KernelMasks):
+    """Knows which forms kernels have, and gives them their tables."""
+
+    def __init__(self, problem: Problem, flags: Flags, alias: bool = False) -> None:
+        super().__init__(problem, flags, alias)
+        flush = self.kernels.replay.flush
+        self._to_masks, self._to_more = (Addresses(self.device, before=flush) for _ in range(2))
+
+    def redivided(self) -> None:
+        """The problem has other segments now."""
+        self.__dict__.pop("row_scales", None)
+        super().redivided()
+
+    def serves(self, form: Form) -> bool:
+        """Whether kernels write what the form says."""
+        if self.reading(form) is None:
+            return False
+        if isinstance(form.mask, Shrunk):
+            return form.by_magnitude and (not form.mask.row_scale or self.row_scales is not None)
+        return True
+
+    def turns(self, form: Form) -> bool:
+        """Whether kernels turn gradients as the form says."""
+        reading = self.reading(form)
+        if reading is None or form.back is not VJP.THROUGH:
+            return reading is not None
+        return form.mask is Mask.SOFT or (isinstance(form.mask, Stored) and form.learned is None)
+
+    def reading(self, form: Form) -> Reading | None:
+        """Where kernels read what is kept; None where they cannot."""
+        if form.own is not None or self.power != 1.0:
+            return None
+        states = self.topk.states
+        if form.everything:
+            return Reading(weights.EVERYTHING, None, None, states)
+        if form.stored is not None:
+            mask = self.state.per_unit[form.stored]
+            numbers = isinstance(form.mask, Stored) and mask.dtype == torch.float32 and not form.project
+            if not mask.is_contiguous() or not (numbers or mask.dtype == torch.bool):
+                return None
+            kind = weights.EVERYTHING if numbers else weights.STORED
+            return Reading(kind, None, self._to_masks.of(self._by_target(mask)), states)
+        if form.learned is not None:
+            if self._by_learned != form.learned:
+                return None
+            return Reading(weights.ABOVE, self._learned_ranks(form.learned), None, self._learned_topk().states)
+        return Reading(weights.ABOVE, None, None, states) if self._mine else None
+
+    def _learned_ranks(self, name: str) -> Tensor:
+        """Where learned ranks lie."""
+        return self._learned_topk().addresses.of(self.learned_values(name))
+
+    def stored_more(self, mask: Tensor) -> Tensor:
+        """Where another mask of bools lies."""
+        return self._to_more.of(self._by_target(mask))
+
+    @cached_property
+    def row_scales(self) -> "RowScales | None":
+        """The rows of all targets; None where one's do not lie in one piece."""
+        targets = self.problem.targets
+        plain = all(t.axes.plain and t.parameter.stride(0) == t.numel // t.shape[0] for t in targets)
+        return RowScales(self.problem, self.device) if plain else None
+
+
+class RowScales:
+    """The rows of all targets, what makes an output each: a number for every one of them."""
+
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        counts = [t.shape[0] for t in problem.targets]
+        firsts = [sum(counts[:i]) for i in range(len(counts))]
+        longs = [t.numel // n for t, n in zip(problem.targets, counts, strict=True)]
+        owners = [i for i, n in enumerate(counts) for _ in range(n)]
+        self.table = torch.tensor(list(zip(firsts, longs, strict=True)), dtype=torch.int64).to(device)
+        self._owners = torch.tensor(owners, dtype=torch.int32).to(device)
+        places = list(zip(problem.segment_of, problem.first_position, strict=True))
+        self._places = torch.tensor(places, dtype=torch.int64).to(device)
+        self._factors = torch.tensor(problem.factors, dtype=torch.float32).to(device)
+        self.scales = torch.ones(len(owners), dtype=torch.float32, device=device)
+
+    def launch(self, thetas: Tensor, states: States, dtype: Any) -> None:
+        """Make up for the magnitude that is not kept."""
+        weights.row_scales[(len(self.scales),)](
+            thetas, self._owners, self.table, self._places, self._factors, states.floats, states.ints, self.scales,
+            DTYPE=dtype, BLOCK=LONGEST, num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,152 @@
+"""Turns gradients of single weights as forms say, by kernels."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spartan.problem.problem import Problem
+from spartan.solvers.base import Flags, Grads
+from spartan.solvers.forms import KEPT, VJP, Form, Mask, PerSegment, Stored, Where
+from spartan.solvers.triton import gradient, weights
+from spartan.solvers.triton.reading import FormReader
+from spartan.solvers.triton.tables import Addresses, Numbers
+
+
+class KernelGradients(FormReader):
+    """Launches the kernels that turn gradients, in place. What they cannot do, plain torch does."""
+
+    def __init__(self, problem: Problem, flags: Flags, alias: bool = False) -> None:
+        super().__init__(problem, flags, alias)
+        self._to_learned = Addresses(self.device, before=self.kernels.replay.flush)
+        self._b_there = torch.empty(0), torch.empty(0)  # the thresholds of B, where kernels read them
+
+    def prepare(self) -> None:
+        """Tables of what competes, and of the factors that forms give."""
+        super().prepare()
+        n = len(self.problem.segments)
+        self._factors_there, self._decay_there = (Numbers(n, self.device) for _ in range(2))
+
+    def turn(self, form: Form | None, grads: Grads) -> list[Tensor | None]:
+        """Gradients for w into gradients for θ, in place."""
+        assert form is not None
+        turned = self.kernels.laid_out(self.with_missing(form, grads))
+        if all(g is None for g in turned):
+            return turned
+        if not self.turns(form):
+            return super().turn(form, turned)
+        if form.back is VJP.THROUGH:
+            self.through_mask(form, turned)
+        else:
+            self.teach(form, turned)
+            if not form.back.everywhere:
+                self.where(form, turned)
+        return turned
+
+    def through_mask(self, form: Form, grads: Grads) -> None:
+        """Through the mask, in place: the slope of a soft one goes to what ranks."""
+        x, p, reading = self.kernels, self.ranked, self.reading(form)
+        assert reading is not None
+        kinds, to_grads = self._of_gradients(grads), x.to_grads.of(grads)
+        if isinstance(form.mask, Stored):
+            masked = to_grads, reading.masks, x.pieces.table
+            x.replay(("times", kinds["GRAD"]), lambda: x.run(gradient.times_mask, *masked, GRAD=kinds["GRAD"]))
+            return
+        thetas, floats, out = x.to_thetas.of(self._theta.views), reading.states.floats, self.flags.residuals
+        tables = to_grads, thetas, p.table, p.segments, p.factors
+        learned, add = (None, False) if form.learned is None else self._to_learn(form.learned)
+
+        def launch_all() -> None:
+            x.run(gradient.pull, *tables[:2], reading.ranks, *tables[2:], floats, self._sums, pieces=p, **kinds)
+            gradient.ratios[(len(p.limits),)](
+                tables[0], p.limits, self._sums, p.costs, floats, out, ROWS=512, num_warps=8
+            )
+            if learned is None:
+                x.run(gradient.through_mask, *tables, p.costs, floats, out, pieces=p, **kinds)
+            else:
+                both = *tables[:2], reading.ranks, learned, p.table, p.segments, p.costs, floats, out
+                plain = {key: kinds[key] for key in ("GRAD", "DTYPE")}
+                x.run(gradient.through_learned, *both, pieces=p, ADD=add, **plain)
+
+        x.replay(("through_mask", form.learned, add, *kinds.values()), launch_all)
+
+    def where(self, form: Form, grads: Grads) -> None:
+        """Factors on A, on B∖A and on the rest, in place."""
+        x, reading = self.kernels, self.reading(form)
+        assert reading is not None
+        assert isinstance(form.back, Where)
+        if reading.kind is weights.STORED and form.back == KEPT:
+            kind, tables = x.kinds(grads)["GRAD"], (x.to_grads.of(grads), reading.masks, x.pieces.table)
+            x.replay(("where stored", kind), lambda: x.run(gradient.where_stored, *tables, GRAD=kind))
+        else:
+            self._where_or_decay(form, form.back, grads, self._factors_there, None, False)
+
+    def add_decay(self, form: Form, grads: Grads, scale: Tensor | None = None) -> None:
+        """Add to gradients for θ what the form adds whatever the loss."""
+        assert form.decay is not None
+        alike = all(g is None or g.stride() == p.stride() for g, p in zip(grads, self.kernels.parameters, strict=True))
+        if self.reading(form) is None or not alike:
+            super().add_decay(form, grads, scale)
+        else:
+            self._where_or_decay(form, form.decay, grads, self._decay_there, scale, True)
+
+    def _where_or_decay(
+        self, form: Form, by: Where, grads: Grads, there: Numbers, scale: Tensor | None, decay: bool
+    ) -> None:
+        x, p, reading = self.kernels, self.ranked, self.reading(form)
+        assert reading is not None
+        more, more_masks = weights.EVERYTHING, None
+        if by.b != by.c and form.more is not None:
+            more, more_masks = weights.STORED, self.stored_more(self.state.per_unit[form.more])
+        elif by.b != by.c and self.b is not None:
+            more = weights.ABOVE
+            if len(self._b_there[0]) != len(self.b.value):
+                self._b_there = torch.empty_like(self.b.value), torch.empty_like(self.b.cut)
+            self._b_there[0].copy_(self.b.value)
+            self._b_there[1].copy_(self.b.cut)
+        numbers = there.of([each(n, s) for s in range(len(self.problem.segments)) for n in (by.a, by.b, by.c)])
+        kinds = {"KEPT": reading.kind, "MORE": more, "DECAY": decay, **self._of_gradients(grads)}
+        sources = x.to_thetas.of(self._theta.views), reading.ranks, reading.masks, more_masks, numbers, scale
+        tables = x.to_grads.of(grads), *sources, p.table, p.segments, p.factors
+        states = reading.states.floats, reading.states.ints, *self._b_there
+
+        def launch() -> None:
+            x.run(gradient.where, *tables, *states, pieces=p, **kinds)
+
+        names = (k.value if hasattr(k, "value") else k for k in kinds.values())
+        if scale is None:
+            x.replay(("where", form.learned, *names), launch)
+        else:  # its address may change
+            launch()
+
+    def teach(self, form: Form, grads: Grads) -> None:
+        """The gradient of learned ranks, into their `.grad`: g·θ, where masks are stored."""
+        if form.learned is None or form.mask is Mask.ONE:
+            return
+        if self.power != 1.0 or not isinstance(form.mask, Stored) or not self.problem.pattern.single:
+            super().teach(form, grads)
+            return
+        learned, add = self._to_learn(form.learned)
+        x, kinds = self.kernels, {**self.kernels.kinds(grads), "ADD": add}
+        tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), learned, x.pieces.table
+        x.replay(("teach", *kinds.values()), lambda: x.run(gradient.teach, *tables, **kinds))
+
+    def _to_learn(self, name: str) -> tuple[Tensor, bool]:
+        """Where the gradient of learned ranks lies, and whether there is one to add to."""
+        parameter = self.state.learned[name]
+        add = parameter.grad is not None
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        return self._to_learned.of(self._by_target(parameter.grad)), add
+
+    def _of_gradients(self, grads: Grads) -> dict[str, Any]:
+        """Of what kind gradients and θ are."""
+        x = self.kernels
+        to_grads = x.to_grads
+        to_grads.of(grads)
+        return x.kinds(grads) | {"ALIGNED": x.aligned(to_grads, x.to_thetas)}
+
+
+def each(number: PerSegment, segment: int) -> float:
+    """A number of one segment."""
+    return number[segment] if isinstance(number, tuple) else number
