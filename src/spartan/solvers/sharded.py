@@ -148,7 +148,9 @@ class ShardedPools(Pools):
                 searches.append((s, cut))
         close([cut for _, cut in searches], self.problem.ranks)
         for s, cut in searches:
-            found[s] = -cut.key, cut.cost_of(cut.larger)
+            # Where not even the first of them fits, none is kept, as one process says it.
+            none = cut.larger == live[s].larger
+            found[s] = 0 if none else -cut.key, cut.cost_of(cut.larger)
         return found
 
 

@@ -322,7 +322,7 @@ def test_stored_masks(budget: str) -> None:
 def test_stored_masks_launch_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for budget in ("global", "erk"):
         steps = launches(monkeypatch, "stored", budget)
-        assert sorted(steps[0]) == ["check", "clear", "project_stored", "put", "take", "where_stored"]
+        assert sorted(steps[0]) == ["check", "clear", "project", "put", "take", "where_stored"]
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="on a CPU there is nothing to wait for")

@@ -35,7 +35,11 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["spartan", "spartan-soft", "spartan-cached", "topkast-sparse-backward", "imp", "rigl-often"]
+    "method",
+    [
+        *("spartan", "spartan-soft", "spartan-cached", "topkast-sparse-backward", "imp", "rigl-often"),
+        *("spartan-learned", "movement", "feather", "st3"),
+    ],
 )
 def test_resume_is_bit_identical(method: str) -> None:
     model, optimizer, sparsifier = build(method)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spartan.ops.newton import Dual
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags
 from spartan.solvers.pools import Budgets
@@ -25,6 +26,7 @@ class KernelMasks(TorchSolver):
         super().__init__(problem, flags, alias)
         self._mine = False  # whether the masks in use were chosen by the kernels, from θ
         self._by_learned: str | None = None  # or from these learned ranks
+        self._saved: tuple[Any, list[Dual] | None] | None = None  # a solution that was taken over, until the next one
         self._values: tuple[Tensor, list[Tensor]] | None = None  # learned ranks, and by target
         self._ranks_topk: TopK | None = None
         self._learned: TopK | None = None
@@ -74,6 +76,7 @@ class KernelMasks(TorchSolver):
     ) -> None:
         """The thresholds of the largest magnitudes, and with a β the soft masks: one launch for all segments."""
         self._mine, self._by_learned = ranks is None and learned is None and self.power == 1.0, None
+        self._saved = None
         if learned is not None:
             if self.state.learned[learned].dtype == torch.float32:
                 topk, self._by_learned = self._learned_topk(), learned
@@ -147,11 +150,23 @@ class KernelMasks(TorchSolver):
         """Take over masks that were saved, and start from them."""
         super().go_on_from(solution)
         duals = None if self.dual is None else self.dual.each()
+        self._by_learned, self._saved = None, None if self.a is None else (solution["a"], duals)
         # A rescaled mask is a Sinkhorn iteration's, which kernels know nothing of.
         self._mine = self.a is not None and (duals is None or all(dual.scale == 1.0 for dual in duals))
         if self._mine:
             self.competing()
-            self.topk.states.set(solution["a"], duals)
-            self.topk.cold = False
-            self.a = self.topk.states.selection()
-            self.dual = None if duals is None else self.topk.states.duals([dual.beta for dual in duals])
+            self._go_on_with(self.topk, solution["a"], duals)
+
+    def _go_on_with(self, topk: TopK, chosen: Any, duals: Sequence[Dual] | None) -> None:
+        """Have a top-k begin where it was."""
+        topk.states.set(chosen, duals)
+        topk.cold = False
+        self.a = topk.states.selection()
+        self.dual = None if duals is None else topk.states.duals([dual.beta for dual in duals])
+
+    def chosen_by(self, learned: str) -> bool:
+        """Whether the masks in use were chosen by the kernels from these learned ranks. So is a solution taken over."""
+        if self._by_learned is None and self._saved is not None and self.state.learned[learned].dtype == torch.float32:
+            self._by_learned = learned
+            self._go_on_with(self._learned_topk(), *self._saved)
+        return self._by_learned == learned

@@ -237,5 +237,6 @@ def cut_ties(
                 place = tl.min(tl.where((tie != 0) & (number >= fit), here, 2147483647)).to(tl.int64)
                 cut = tl.where((cut < 0) & (place < 2147483647), position + place, cut)
                 seen += tl.sum(tie).to(tl.float64)
-            tl.store(ints + CUT, cut)
+            # Where not even the first of them fits, none is kept: then the cut is 0.
+            tl.store(ints + CUT, tl.where((spent + fine_spent == 0.0) & (fit == 0.0), 0, cut))
             tl.store(floats + COST, tl.load(floats + COST) + spent + fine_spent + fit * cost)

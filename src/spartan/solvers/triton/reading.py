@@ -69,7 +69,7 @@ class FormReader(KernelMasks):
             kind = weights.EVERYTHING if numbers else weights.STORED
             return Reading(kind, None, self._to_masks.of(self._by_target(mask)), states)
         if form.learned is not None:
-            if self._by_learned != form.learned:
+            if not self.chosen_by(form.learned):
                 return None
             return Reading(weights.ABOVE, self._learned_ranks(form.learned), None, self._learned_topk().states)
         return Reading(weights.ABOVE, None, None, states) if self._mine else None
