@@ -22,7 +22,7 @@ class ScoredMasks(Method):
 
     def choose(self, solver: TorchSolver, at: Moment) -> None:
         """The units of largest score that fit the budget."""
-        solver.state.per_unit["mask"] = solver.top(solver.k, self.score(solver))
+        solver.state.per_unit["mask"] = solver.top(solver.k, self.score(solver), near="score")
 
     def form(self, solver: TorchSolver, at: Moment) -> Form:
         """M ⊙ θ and M ⊙ g; and for what is learned Σ g·θ over each unit, kept or not."""

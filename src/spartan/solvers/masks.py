@@ -61,8 +61,11 @@ class Masks(Units):
         """A selection of the units of highest rank that fit the budgets."""
         return self.pools.select(ranks, k)
 
-    def top(self, k: Budgets, ranks: Tensor, among: Tensor | None = None) -> Tensor:
-        """Bool per unit: those of highest rank that fit the budgets, among all or some; exact, ties by position."""
+    def top(self, k: Budgets, ranks: Tensor, among: Tensor | None = None, near: str | None = None) -> Tensor:
+        """Bool per unit: those of highest rank that fit the budgets, among all or some; exact, ties by position.
+
+        Kernels begin to look where they found the last one that is called `near`.
+        """
         if among is not None:
             ranks = torch.where(among, ranks, -math.inf)
         found = self.pools.keep(ranks, self.select(k, ranks))

@@ -10,6 +10,7 @@ from torch import Tensor
 from spartan.ops.newton import Dual
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags
+from spartan.solvers.forms import Form
 from spartan.solvers.pools import Budgets
 from spartan.solvers.theta import Theta
 from spartan.solvers.torch import TorchSolver
@@ -27,9 +28,7 @@ class KernelMasks(TorchSolver):
         self._mine = False  # whether the masks in use were chosen by the kernels, from θ
         self._by_learned: str | None = None  # or from these learned ranks
         self._saved: tuple[Any, list[Dual] | None] | None = None  # a solution that was taken over, until the next one
-        self._values: tuple[Tensor, list[Tensor]] | None = None  # learned ranks, and by target
-        self._ranks_topk: TopK | None = None
-        self._learned: TopK | None = None
+        self._others: dict[str, TopK] = {}
         self.prepare()
 
     @property
@@ -64,7 +63,7 @@ class KernelMasks(TorchSolver):
         super().redivided()
         self.kernels = Launcher(self.problem, self.flags)  # recorded launches read the tables so far
         self._mine, self._by_learned = False, None
-        self._ranks_topk = self._learned = None
+        self._others = {}
         self.prepare()
 
     def competing(self) -> list[Tensor]:
@@ -77,70 +76,54 @@ class KernelMasks(TorchSolver):
         """The thresholds of the largest magnitudes, and with a β the soft masks: one launch for all segments."""
         self._mine, self._by_learned = ranks is None and learned is None and self.power == 1.0, None
         self._saved = None
-        if learned is not None:
-            if self.state.learned[learned].dtype == torch.float32:
-                topk, self._by_learned = self._learned_topk(), learned
-                topk.solve(self.learned_values(learned), k, beta)
-                self.a, self.dual = topk.states.selection(), None if beta is None else topk.states.duals(beta)
-            else:
-                super().solve(k, beta, learned=learned)
-            return
         if self._mine:
-            self.topk.solve(self.competing(), k, beta)
-            self.a, self.dual = self.topk.states.selection(), None if beta is None else self.topk.states.duals(beta)
-            return
-        ranks = self.scores() if ranks is None else ranks
-        if ranks.dtype == torch.float32:
-            self.a, self.dual = self._rank_topk().solve_anew(self._by_target(ranks), k, beta)
+            self._solve_by(self.topk, self.competing(), k, beta)
+        elif learned is not None and self.state.learned[learned].dtype == torch.float32:
+            self._by_learned = learned
+            self._solve_by(self.topk_of("learned"), self.state.learned[learned].detach(), k, beta)
         else:
-            super().solve(k, beta, ranks)
+            values = self.ranks(Form(learned=learned)) if ranks is None else ranks
+            if values.dtype != torch.float32:
+                super().solve(k, beta, values)
+                return
+            topk = self.topk_of("ranks")
+            topk.cold = topk.cold or beta is not None  # where a soft mask comes to lie depends on where it began
+            self._solve_by(topk, values.contiguous(), k, beta)
+
+    def _solve_by(self, topk: TopK, values: Any, k: Budgets, beta: Sequence[float] | None) -> None:
+        topk.solve(values, k, beta)
+        self.a, self.dual = topk.states.selection(), None if beta is None else topk.states.duals(beta)
 
     def select(self, k: Budgets, ranks: Tensor) -> Any:
         """A selection of the units of highest rank that fit the budgets."""
         if ranks.dtype != torch.float32:
             return super().select(k, ranks)
-        return self._rank_topk().solve_anew(self._by_target(ranks), k)[0]
+        return self.topk_of("any").solve_anew(ranks.contiguous(), k)[0]
 
     def sinkhorn(self, k: Budgets, beta: Sequence[float], init: Any) -> None:
         """By plain torch."""
         self._mine = False
         super().sinkhorn(k, beta, init)
 
-    def top(self, k: Budgets, ranks: Tensor, among: Tensor | None = None) -> Tensor:
+    def top(self, k: Budgets, ranks: Tensor, among: Tensor | None = None, near: str | None = None) -> Tensor:
         """Bool per unit: those of highest rank that fit the budgets, among all or some; exact, ties by position."""
         if ranks.dtype != torch.float32 or self.problem.pattern.rows is not None:
             return super().top(k, ranks, among)
         if among is not None:
             ranks = torch.where(among, ranks, -math.inf)
-        ranks = ranks.contiguous()
-        found, topk = torch.empty(ranks.shape, dtype=torch.bool, device=ranks.device), self._rank_topk()
-        topk.cold = True
-        topk.solve(self._by_target(ranks), k, None)
-        topk.keep(self._by_target(ranks), self._by_target(found))
+        ranks, topk = ranks.contiguous(), self.topk_of(near or "any")
+        topk.cold = topk.cold or near is None
+        topk.solve(ranks, k, None)
+        found = topk.keep(ranks)
         return found if among is None else found & among
 
-    def learned_values(self, name: str) -> list[Tensor]:
-        """Learned ranks by target; the same list as long as they stay where they are."""
-        values = self.state.learned[name].detach()
-        if self._values is None or self._values[0].data_ptr() != values.data_ptr():
-            self._values = values, self._by_target(values)
-        return self._values[1]
-
-    def _learned_topk(self) -> TopK:
-        """The top-k of what is learned: it begins where it was."""
-        if self._learned is None:
+    def topk_of(self, name: str) -> TopK:
+        """The top-k of other ranks than magnitudes; under its name one may begin where it was."""
+        if name not in self._others:
             problem, segments = self.problem, len(self.problem.segments)
             each = problem.units, problem.unit_costs, None, self.device
-            self._learned = TopK(*each, problem.segment_of, segments)
-        return self._learned
-
-    def _rank_topk(self) -> TopK:
-        """The top-k of ranks that have nothing to do with θ."""
-        if self._ranks_topk is None:
-            problem, segments = self.problem, len(self.problem.segments)
-            each = problem.units, problem.unit_costs, None, self.device
-            self._ranks_topk = TopK(*each, problem.segment_of, segments)
-        return self._ranks_topk
+            self._others[name] = TopK(*each, problem.segment_of, segments)
+        return self._others[name]
 
     def _by_target(self, units: Tensor) -> list[Tensor]:
         units = units.contiguous()
@@ -168,5 +151,5 @@ class KernelMasks(TorchSolver):
         """Whether the masks in use were chosen by the kernels from these learned ranks. So is a solution taken over."""
         if self._by_learned is None and self._saved is not None and self.state.learned[learned].dtype == torch.float32:
             self._by_learned = learned
-            self._go_on_with(self._learned_topk(), *self._saved)
+            self._go_on_with(self.topk_of("learned"), *self._saved)
         return self._by_learned == learned

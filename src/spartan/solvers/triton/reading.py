@@ -67,20 +67,18 @@ class FormReader(KernelMasks):
             if not mask.is_contiguous() or not (numbers or mask.dtype == torch.bool):
                 return None
             kind = weights.EVERYTHING if numbers else weights.STORED
-            return Reading(kind, None, self._to_masks.of(self._by_target(mask)), states)
+            return Reading(kind, None, self._to_masks.along(mask, self.topk.starts), states)
         if form.learned is not None:
             if not self.chosen_by(form.learned):
                 return None
-            return Reading(weights.ABOVE, self._learned_ranks(form.learned), None, self._learned_topk().states)
+            topk = self.topk_of("learned")
+            ranks = topk.addresses.along(self.state.learned[form.learned], topk.starts)
+            return Reading(weights.ABOVE, ranks, None, topk.states)
         return Reading(weights.ABOVE, None, None, states) if self._mine else None
-
-    def _learned_ranks(self, name: str) -> Tensor:
-        """Where learned ranks lie."""
-        return self._learned_topk().addresses.of(self.learned_values(name))
 
     def stored_more(self, mask: Tensor) -> Tensor:
         """Where another mask of bools lies."""
-        return self._to_more.of(self._by_target(mask))
+        return self._to_more.along(mask.contiguous(), self.topk.starts)
 
     @cached_property
     def row_scales(self) -> "RowScales | None":

@@ -129,7 +129,7 @@ class Addresses:
 
     def __init__(self, device: torch.device, fixed: bool = False, before: Callable[[], None] | None = None) -> None:
         self.device, self.fixed, self._before = device, fixed, before
-        self._list: Sequence[Tensor | None] | None = None  # the last one
+        self._list: Sequence[Tensor | None] | None = None  # the last one, which is to live as long as the table
         self._last: list[int] = []
         # It stays where it is: graphs replay its address.
         self._table = torch.empty(0, dtype=torch.int64, device=device)
@@ -139,7 +139,15 @@ class Addresses:
         if self.fixed and tensors is self._list:
             return self._table
         self._list = tensors
-        now = [0 if t is None else t.data_ptr() for t in tensors]
+        return self._at([0 if t is None else t.data_ptr() for t in tensors])
+
+    def along(self, vector: Tensor, starts: Sequence[int]) -> Tensor:
+        """The table of the parts of a vector, where it lies in one piece."""
+        self._list = (vector,)  # it must live until launches that were only noted have read it
+        first, size = vector.data_ptr(), vector.element_size()
+        return self._at([first + size * start for start in starts])
+
+    def _at(self, now: list[int]) -> Tensor:
         if now != self._last:
             if self._before is not None:
                 self._before()

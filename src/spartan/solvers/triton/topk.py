@@ -74,7 +74,9 @@ class TopK:
         self.above = torch.zeros(n, dtype=torch.int32, device=device)
         self.sums = torch.zeros(n, 4, dtype=torch.float64, device=device)
         self.arrived = torch.zeros(1, dtype=torch.int64, device=device)
-        self.addresses, self._to_masks = Addresses(device, fixed=replay is not None), Addresses(device)
+        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self._starts_there = torch.tensor(self.starts, dtype=torch.int64).to(device)
+        self.addresses = Addresses(device, fixed=replay is not None)
         self.replay = replay or Replay(device)
         self.states = States(segments, device)
         self.cold = True  # there is no solution to start from
@@ -83,9 +85,18 @@ class TopK:
             self.launch.update(launch_cooperative_grid=True, maxnreg=REGISTERS)
 
     @torch.no_grad()
-    def solve(self, tensors: Sequence[Tensor], k: Sequence[float] | Tensor, beta: Sequence[float] | None) -> None:
-        """Put the thresholds, and with finite β the duals, into the states, starting from the last ones."""
-        where, dtype, soft, cold = self.addresses.of(tensors), tensors[0].dtype, beta is not None, self.cold
+    def solve(
+        self, values: Sequence[Tensor] | Tensor, k: Sequence[float] | Tensor, beta: Sequence[float] | None
+    ) -> None:
+        """Put the thresholds, and with finite β the duals, into the states, starting from the last ones.
+
+        Values are a tensor each, or one vector of them all.
+        """
+        if isinstance(values, Tensor):
+            where, dtype = self.addresses.along(values, self.starts), values.dtype
+        else:
+            where, dtype = self.addresses.of(values), values[0].dtype
+        soft, cold = beta is not None, self.cold
         self.replay.flush_if("solve")  # it has not read its numbers yet
         self._tell(k, beta)
         self.replay(("solve", soft, cold, self.addresses.aligned), lambda: self._launch(where, dtype, soft, cold))
@@ -112,22 +123,20 @@ class TopK:
             SEGMENTS=triton.next_power_of_2(segments), BLOCK=BLOCK, ROWS=512, **self.launch,
         )  # fmt: skip
 
-    def keep(self, tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
-        """What was found, into masks of bools."""
-        tables, p = (self.addresses.of(tensors), self._to_masks.of(masks)), self.pieces
-        self.replay(
-            "keep",
-            lambda: keep[(p.count,)](
-                *tables, p.table, p.segments, self.states.floats, self.states.ints, BLOCK=BLOCK, num_warps=WARPS
-            ),
-        )
+    def keep(self, values: Tensor) -> Tensor:
+        """What was found to be kept of a vector of all values, as bools."""
+        found, p = torch.empty(values.shape, dtype=torch.bool, device=values.device), self.pieces
+        tables = self._starts_there, p.table, p.segments, self.states.floats, self.states.ints
+        if p.count:
+            keep[(p.count,)](values, found.view(torch.int8), *tables, BLOCK=BLOCK, num_warps=WARPS)
+        return found
 
     def solve_anew(
-        self, tensors: Sequence[Tensor], k: Sequence[float] | Tensor, beta: Sequence[float] | None = None
+        self, values: Sequence[Tensor] | Tensor, k: Sequence[float] | Tensor, beta: Sequence[float] | None = None
     ) -> tuple[Selection, Duals | None]:
         """The same for values that have nothing to do with the last ones; the answer stays as it is."""
         self.cold = True
-        self.solve(tensors, k, beta)
+        self.solve(values, k, beta)
         found = self.states.copy()
         return found.selection(), None if beta is None else found.duals(beta)
 

@@ -137,7 +137,7 @@ class KernelGradients(FormReader):
         add = parameter.grad is not None
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
-        return self._to_learned.of(self._by_target(parameter.grad)), add
+        return self._to_learned.along(parameter.grad, self.topk.starts), add
 
     def _of_gradients(self, grads: Grads) -> dict[str, Any]:
         """Of what kind gradients and θ are."""

@@ -126,13 +126,13 @@ def project(
 
 
 @triton.jit
-def keep(ranks, masks, table, segments, all_floats, all_ints, BLOCK: tl.constexpr):
-    """What the thresholds of ranks keep, a byte an entry."""
+def keep(ranks, masks, starts, table, segments, all_floats, all_ints, BLOCK: tl.constexpr):
+    """What the thresholds of ranks keep, a byte an entry; `starts` tells where those of each target begin."""
     piece = tl.program_id(0)
     which, start, length, position = row_of(table, piece)
     segment = segment_of(segments, piece)
-    rank_at = tl.load(ranks + which).to(tl.pointer_type(tl.float32)) + start
-    mask_at = tl.load(masks + which).to(tl.pointer_type(tl.int8)) + start
+    rank_at = ranks + tl.load(starts + which) + start
+    mask_at = masks + tl.load(starts + which) + start
     value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
     cut = tl.load(all_ints + segment * INTS + CUT) - position
     for i in range(0, length, BLOCK):
