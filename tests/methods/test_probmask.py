@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from spartan import Block, Flops, Sparsifier, Unstructured
-from spartan.methods import probmask
 from spartan.methods.probmask import ProbMask
 from spartan.problem.schedules import Moment, linear
 from spartan.solvers.units import random_units
@@ -163,7 +162,7 @@ def test_the_projection_is_exact(kind: str, costs: tuple[float, ...], dtype: tor
     sparsifier = Sparsifier(model, 0.9, 10, ProbMask(), cost=price, warmup=0.0, include=list(price))
     (solver,) = sparsifier._run.weights.solving
     parts, (k,) = list(s.split(n // len(costs))), solver.k
-    got = probmask.project(solver, s).split(n // len(costs))
+    got = solver.within_budget(s).split(n // len(costs))
     want = nearest({str(i): x.double() for i, x in enumerate(parts)}, {str(i): c for i, c in enumerate(costs)}, k)
     spent = sum(c * float(x.sum(dtype=torch.float64)) for c, x in zip(costs, got, strict=True))
     exact = 1e-12 if dtype == torch.float64 else 1e-6

@@ -13,10 +13,7 @@ from spartan.problem.schedules import Moment, Schedule, as_schedule, cubic, dela
 from spartan.solvers.base import Grads
 from spartan.solvers.forms import VJP, Form, Stored
 from spartan.solvers.torch import TorchSolver
-from spartan.solvers.units import random_units, send
 
-# Passes of the projection.
-PASSES = 16
 # Adam's, as everywhere.
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 
@@ -124,9 +121,9 @@ class ProbMask(Method):
         units = solver.state.per_unit
         if "grad" in units:
             self._adam(solver, at)
-        units["s"] = project(solver, units["s"])
+        units["s"] = solver.within_budget(units["s"])
         # Within what float32 tells from 0 and 1, so that a certain unit stays certain.
-        noise = torch.logit(random_units(solver, at).to(solver.dtype), 1e-7)
+        noise = torch.logit(solver.random(at).to(solver.dtype), 1e-7)
         units["m"] = torch.sigmoid((torch.logit(units["s"]) + noise) * self.beta_at(solver.problem, at)[0])
 
     def _adam(self, solver: TorchSolver, at: Moment) -> None:
@@ -153,31 +150,3 @@ class ProbMask(Method):
     def form(self, solver: TorchSolver, at: Moment) -> Form:
         """θ ⊙ m and m ⊙ g, with m the sampled mask."""
         return Form(Stored("m"), VJP.THROUGH, project=False)
-
-
-def project(solver: TorchSolver, s: Tensor) -> Tensor:
-    """The nearest probabilities in [0, 1] whose expected cost fits the budgets `solver.k`.
-
-        min(max(s − v·c, 0), 1) with the smallest v ≥ 0 for which Σ c·s ≤ k
-
-    v, one per segment, is found by bracketed Newton on the piecewise linear Σ c·s(v) = k, with costs in multiples of
-    the dearest. The number of passes is fixed, so that nothing waits for the device; of all passes the best counts.
-    """
-    prices, k = solver.problem.unit_costs, send(solver.k, solver.device)
-    costs, unit = solver.constant([float(x) for x in prices]), max(prices)
-    c = solver.of_targets(costs / unit).to(s.dtype)
-    low = best = v = torch.zeros_like(k)
-    high = solver.max_by_segment(s / c).double().clamp(min=0.0)
-    last = least = torch.full_like(v, math.inf)
-    for _ in range(PASSES):
-        x = s - solver.at_units(v).to(s.dtype) * c
-        # To the right: a whole unit gives way too. Costs are counted target by target: exact where all of it is kept.
-        sums, slopes = solver.sum_by_target(x.clamp(0.0, 1.0), (x > 0) & (x <= 1))
-        excess, slope = solver.segments_of(sums * costs) - k, solver.segments_of(slopes * costs * costs / unit)
-        off = excess.abs()
-        best, least = torch.where(off < least, v, best), torch.minimum(off, least)
-        low, high = torch.where(excess > 0, v, low), torch.where(excess > 0, high, v)
-        step = v + excess / slope
-        fast = (step > low) & (step < high) & (off < 0.5 * last)
-        v, last = torch.where(fast, step, 0.5 * (low + high)), off
-    return (s - solver.at_units(best).to(s.dtype) * c).clamp(0.0, 1.0)

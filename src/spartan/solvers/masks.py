@@ -11,10 +11,12 @@ from spartan.distributed import Ranks, sharded_dims
 from spartan.ops.parts import CostGrid
 from spartan.ops.soft_topk import Init
 from spartan.problem.problem import Problem
+from spartan.problem.schedules import Moment
+from spartan.solvers.clipping import within_budget
 from spartan.solvers.forms import Form, Mask, Shrunk, Stored
 from spartan.solvers.pools import Budgets, Pools
 from spartan.solvers.rows import Rows
-from spartan.solvers.units import Units, masked, send
+from spartan.solvers.units import Units, masked, random_units, send
 
 
 class Masks(Units):
@@ -99,6 +101,14 @@ class Masks(Units):
         if form.mask is Mask.SOFT:
             return self.pools.soft(self.ranks(form), self.dual)
         return self._shrunk(form.mask, kept) if isinstance(form.mask, Shrunk) else None
+
+    def random(self, at: Moment) -> Tensor:
+        """A random number in [0, 1) per unit, of this run and step, for what is drawn at every one; kernels draw others."""
+        return random_units(self, at)
+
+    def within_budget(self, s: Tensor) -> Tensor:
+        """The nearest numbers in [0, 1], one per unit, whose cost fits the budgets."""
+        return within_budget(self, s, self.k)
 
     def room_beside(self, mask: Tensor) -> Tensor:
         """What the budgets leave beside a mask, by segment: no more, where sums of costs round."""

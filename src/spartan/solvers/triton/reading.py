@@ -10,9 +10,9 @@ from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags
 from spartan.solvers.forms import VJP, Form, Mask, Shrunk, Stored
 from spartan.solvers.triton import weights
-from spartan.solvers.triton.masks import KernelMasks
 from spartan.solvers.triton.state import States
 from spartan.solvers.triton.tables import Addresses
+from spartan.solvers.triton.vectors import KernelVectors
 
 LONGEST = 1024  # entries of a row that a program reads at a time
 
@@ -26,7 +26,7 @@ class Reading(NamedTuple):
     states: States
 
 
-class FormReader(KernelMasks):
+class FormReader(KernelVectors):
     """Knows which forms kernels have, and gives them their tables."""
 
     def __init__(self, problem: Problem, flags: Flags, alias: bool = False) -> None:

@@ -54,6 +54,10 @@ class Replay:
         self._holding = False
         self.flush()
 
+    def run(self, key: Hashable, launch: Callable[[], None]) -> None:
+        """Run a sequence at once, whatever is held."""
+        self._run(key, launch)
+
     def _run(self, key: Hashable, launch: Callable[[], None]) -> None:
         if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             launch()

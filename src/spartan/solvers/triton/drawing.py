@@ -1,0 +1,137 @@
+"""Draws random numbers for units, and brings numbers between 0 and 1 within a budget, for all segments at once."""
+
+import triton
+import triton.language as tl
+
+from spartan.solvers.triton.state import row_of, segment_of
+
+# What is known of a segment while its shift is sought, in float64.
+V = tl.constexpr(0)  # the present shift
+LEAST_V = tl.constexpr(1)  # it lies between these
+MOST_V = tl.constexpr(2)
+BEST = tl.constexpr(3)  # the one that missed the budget least, and by how much
+MISSED = tl.constexpr(4)
+LAST = tl.constexpr(5)  # by how much the last one did
+KNOWN = tl.constexpr(6)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def uniform(out, starts, table, orders, seed, BLOCK: tl.constexpr):
+    """A random number in [0, 1) per unit, by its place in row-major order, however the weights lie.
+
+    `orders` has two numbers per target, n and m: memory has runs of n·m entries in which the row-major ones lie turned.
+    """
+    piece = tl.program_id(0)
+    which, start, length, _ = row_of(table, piece)
+    first = tl.load(starts + which)
+    n = tl.load(orders + 2 * which)
+    m = tl.load(orders + 2 * which + 1)
+    for i in range(0, length, BLOCK):
+        here = start + i + tl.arange(0, BLOCK)
+        rest = here % (n * m)
+        place = first + here - rest + (rest % n) * m + rest // n
+        tl.store(out + first + here, tl.rand(seed, place), mask=i + tl.arange(0, BLOCK) < length)
+
+
+@triton.jit
+def largest(values, table, costs, found, BLOCK: tl.constexpr):
+    """The largest s/c of every piece."""
+    piece = tl.program_id(0)
+    which, start, length, _ = row_of(table, piece)
+    at = tl.load(values + which).to(tl.pointer_type(tl.float32)) + start
+    most = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for i in range(0, length, BLOCK):
+        here = i + tl.arange(0, BLOCK)
+        most = tl.maximum(most, tl.load(at + here, mask=here < length, other=-float("inf")))
+    tl.store(found + 2 * piece, (tl.max(most) / tl.load(costs + piece).to(tl.float32)).to(tl.float64))
+
+
+@triton.jit
+def begin(limits, found, known, ROWS: tl.constexpr):
+    """No shift yet; the root lies below the largest s/c."""
+    segment = tl.program_id(0)
+    first = tl.load(limits + 6 * segment)
+    last = tl.load(limits + 6 * segment + 1)
+    most = tl.zeros((ROWS,), tl.float64)
+    for i in range(0, last - first, ROWS):
+        row = first + i + tl.arange(0, ROWS)
+        most = tl.maximum(most, tl.load(found + 2 * row, mask=row < last, other=0.0))
+    mine = known + segment * KNOWN
+    tl.store(mine + V, 0.0)
+    tl.store(mine + LEAST_V, 0.0)
+    tl.store(mine + MOST_V, tl.max(most))
+    tl.store(mine + BEST, 0.0)
+    tl.store(mine + MISSED, float("inf"))
+    tl.store(mine + LAST, float("inf"))
+
+
+@triton.jit
+def shifted(values, table, segments, costs, known, found, BLOCK: tl.constexpr):
+    """Of every piece Σ min(max(s − v·c, 0), 1), and how many of these move with v."""
+    piece = tl.program_id(0)
+    which, start, length, _ = row_of(table, piece)
+    at = tl.load(values + which).to(tl.pointer_type(tl.float32)) + start
+    down = tl.load(known + segment_of(segments, piece) * KNOWN + V).to(tl.float32)
+    down = down * tl.load(costs + piece).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float64)
+    moving = tl.zeros((BLOCK,), tl.int32)
+    for i in range(0, length, BLOCK):
+        here = i + tl.arange(0, BLOCK)
+        inside = here < length
+        x = tl.load(at + here, mask=inside, other=0.0) - down
+        total += tl.where(inside, tl.minimum(tl.maximum(x, 0.0), 1.0), 0.0).to(tl.float64)
+        moving += (inside & (x > 0.0) & (x <= 1.0)).to(tl.int32)
+    tl.store(found + 2 * piece, tl.sum(total))
+    tl.store(found + 2 * piece + 1, tl.sum(moving).to(tl.float64))
+
+
+@triton.jit
+def step(limits, found, prices, costs, budgets, known, ROWS: tl.constexpr):
+    """A bracketed Newton step on the piecewise linear Σ c·s(v) = k of every segment."""
+    segment = tl.program_id(0)
+    first = tl.load(limits + 6 * segment)
+    last = tl.load(limits + 6 * segment + 1)
+    sums = tl.zeros((ROWS,), tl.float64)
+    slopes = tl.zeros((ROWS,), tl.float64)
+    for i in range(0, last - first, ROWS):
+        row = first + i + tl.arange(0, ROWS)
+        there = row < last
+        price = tl.load(prices + row, mask=there, other=0.0)
+        sums += tl.load(found + 2 * row, mask=there, other=0.0) * price
+        slopes += (
+            tl.load(found + 2 * row + 1, mask=there, other=0.0) * price * tl.load(costs + row, mask=there, other=0.0)
+        )
+    mine = known + segment * KNOWN
+    v = tl.load(mine + V)
+    low = tl.load(mine + LEAST_V)
+    high = tl.load(mine + MOST_V)
+    missed = tl.load(mine + MISSED)
+    excess = tl.sum(sums) - tl.load(budgets + segment)
+    slope = tl.sum(slopes)
+    off = tl.abs(excess)
+    tl.store(mine + BEST, tl.where(off < missed, v, tl.load(mine + BEST)))
+    tl.store(mine + MISSED, tl.minimum(off, missed))
+    low = tl.where(excess > 0.0, v, low)
+    high = tl.where(excess > 0.0, high, v)
+    moved = tl.where(slope > 0.0, v + excess / tl.where(slope > 0.0, slope, 1.0), float("inf"))
+    fast = (moved > low) & (moved < high) & (off < 0.5 * tl.load(mine + LAST))
+    tl.store(mine + LEAST_V, low)
+    tl.store(mine + MOST_V, high)
+    tl.store(mine + V, tl.where(fast, moved, 0.5 * (low + high)))
+    tl.store(mine + LAST, off)
+
+
+@triton.jit
+def clip(values, out, table, segments, costs, known, BLOCK: tl.constexpr):
+    """min(max(s − v·c, 0), 1) with the best v."""
+    piece = tl.program_id(0)
+    which, start, length, _ = row_of(table, piece)
+    at = tl.load(values + which).to(tl.pointer_type(tl.float32)) + start
+    to = tl.load(out + which).to(tl.pointer_type(tl.float32)) + start
+    down = tl.load(known + segment_of(segments, piece) * KNOWN + BEST).to(tl.float32)
+    down = down * tl.load(costs + piece).to(tl.float32)
+    for i in range(0, length, BLOCK):
+        here = i + tl.arange(0, BLOCK)
+        inside = here < length
+        x = tl.load(at + here, mask=inside, other=0.0) - down
+        tl.store(to + here, tl.minimum(tl.maximum(x, 0.0), 1.0), mask=inside)

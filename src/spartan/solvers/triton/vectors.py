@@ -1,0 +1,97 @@
+"""Works on vectors of units by Triton kernels: random numbers, and numbers that are brought within a budget."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from spartan.problem.schedules import Moment
+from spartan.solvers import clipping
+from spartan.solvers.triton import drawing
+from spartan.solvers.triton.masks import KernelMasks
+from spartan.solvers.triton.tables import Addresses, Pieces
+from spartan.solvers.units import send
+
+BLOCK = 2048
+
+
+class KernelVectors(KernelMasks):
+    """What methods ask of vectors of units, without a launch per target."""
+
+    @cached_property
+    def _vectors(self) -> "Vectors":
+        return Vectors(self)
+
+    def redivided(self) -> None:
+        """The problem has other segments now."""
+        self.__dict__.pop("_vectors", None)
+        super().redivided()
+
+    def random(self, at: Moment) -> Tensor:
+        """A random number in [0, 1) per unit, of this run and step; others than those of plain torch."""
+        x, seed = self._vectors, hash((at.seed, at.step, self.problem.segments[0].index)) % (1 << 31)
+        if x.orders is None:
+            return super().random(at)
+        found = torch.empty(self.count, dtype=torch.float32, device=self.device)
+        drawing.uniform[(x.pieces.count,)](
+            found, x.starts_there, x.pieces.table, x.orders, seed, BLOCK=BLOCK, num_warps=8
+        )
+        return found
+
+    def within_budget(self, s: Tensor) -> Tensor:
+        """The nearest numbers in [0, 1], one per unit, whose cost fits the budgets."""
+        if s.dtype != torch.float32:
+            return super().within_budget(s)
+        return self._vectors.within_budget(s.contiguous(), self.k)
+
+
+class Vectors:
+    """Tables for kernels that work on vectors of units."""
+
+    def __init__(self, solver: KernelMasks) -> None:
+        problem, device = solver.problem, solver.device
+        many = {"owners": problem.segment_of, "segments": len(problem.segments)}
+        self.pieces = Pieces(problem.units, problem.unit_costs, problem.factors, device, **many)  # type: ignore[arg-type]
+        self.starts = [here.start for here in problem.slices]
+        self.starts_there = torch.tensor(self.starts, dtype=torch.int64).to(device)
+        self.orders = self._orders(solver)
+        self._relative = self.pieces.costs / max(problem.unit_costs)
+        self._found = torch.zeros(self.pieces.count, 2, dtype=torch.float64, device=device)
+        self._known = torch.zeros(len(problem.segments), drawing.KNOWN.value, dtype=torch.float64, device=device)
+        self._budgets = torch.zeros(len(problem.segments), dtype=torch.float64, device=device)
+        self._told: list[float] = []
+        self._from, self._to, self._replay = Addresses(device), Addresses(device), solver.kernels.replay
+
+    def _orders(self, solver: KernelMasks) -> Tensor | None:
+        """How units lie in memory; None where that is neither in row-major order nor with the channels last."""
+        found = []
+        for target in solver.problem.targets:
+            parameter, turned = target.parameter, (1, 1)
+            if solver.problem.pattern.single and solver.problem.by_memory and not parameter.is_contiguous():
+                if parameter.ndim != 4 or not parameter.is_contiguous(memory_format=torch.channels_last):
+                    return None
+                turned = parameter.shape[1], parameter.shape[2] * parameter.shape[3]
+            found.append(turned)
+        return torch.tensor(found, dtype=torch.int64).to(solver.device)
+
+    def within_budget(self, s: Tensor, budgets: list[float]) -> Tensor:
+        """`clipping.within_budget`, by kernels."""
+        p, known, found, out = self.pieces, self._known, self._found, torch.empty_like(s)
+        if budgets != self._told:
+            self._budgets.copy_(send(budgets, s.device), non_blocking=True)
+            self._told = list(budgets)
+        values, to = self._from.along(s, self.starts), self._to.along(out, self.starts)
+        sums, segments = {"BLOCK": BLOCK, "num_warps": 8}, {"ROWS": 512, "num_warps": 4}
+
+        def launch() -> None:
+            every, each = (p.count,), (len(p.limits),)
+            drawing.largest[every](values, p.table, self._relative, found, **sums)
+            drawing.begin[each](p.limits, found, known, **segments)
+            for _ in range(clipping.PASSES):
+                drawing.shifted[every](values, p.table, p.segments, self._relative, known, found, **sums)
+                drawing.step[each](p.limits, found, p.costs, self._relative, self._budgets, known, **segments)
+            drawing.clip[every](values, to, p.table, p.segments, self._relative, known, **sums)
+
+        self._replay.flush()  # addresses have changed, and this does not wait
+        self._replay.run("within budget", launch)
+        return out
