@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from spartan.solvers.triton import gradient, nm, units, weights
+from spartan.solvers.triton import drawing, gradient, nm, units, weights
 from spartan.solvers.triton.search import search
 
 POINTERS = {
@@ -38,15 +38,16 @@ POINTERS = {
 }
 
 
-def compile_it(kernel: Any, **constants: Any) -> str:
+def compile_it(kernel: Any, types: Any = None, **constants: Any) -> str:
     """What Triton makes of it before it becomes instructions."""
-    return str(made_of(kernel, **constants)["ttgir"])
+    return str(made_of(kernel, types, **constants)["ttgir"])
 
 
-def made_of(kernel: Any, **constants: Any) -> Any:
-    """What Triton makes of it, step by step."""
+def made_of(kernel: Any, types: Any = None, **constants: Any) -> Any:
+    """What Triton makes of it, step by step; some arguments are of other types than their names say."""
     names = [p.name for p in kernel.params]
-    signature = {name: "constexpr" if name in constants else POINTERS.get(name, "*i64") for name in names}
+    usual = POINTERS | (types or {})
+    signature = {name: "constexpr" if name in constants else usual.get(name, "*i64") for name in names}
     if kernel in (weights.take, gradient.check):
         signature["numbers"] = "*i32"  # of targets; those of N:M are β and n
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
@@ -106,12 +107,81 @@ if __name__ == "__main__":
     ):
         check_width(kernel)
     check_width(gradient.pull, ranks=None)
-    nothing = {"ranks": None, "masks": None}
+    nothing: dict[str, Any] = {"ranks": None, "masks": None}
     for mask in (weights.ONE, weights.SOFT, weights.SHRUNK):
         check_width(weights.project, **nothing, scales=None, rows=None, KEPT=weights.ABOVE, MASK=mask, P=3.0)
     for decay in (False, True):
-        alone = {**nothing, "more_masks": None, "scale": None, "KEPT": weights.ABOVE, "MORE": weights.EVERYTHING}
+        alone: dict[str, Any] = {
+            **nothing,
+            "more_masks": None,
+            "scale": None,
+            "KEPT": weights.ABOVE,
+            "MORE": weights.EVERYTHING,
+        }
         check_width(gradient.where, **alone, DECAY=decay)
+    several: dict[str, Any] = {"GRAD": tl.float32, "DTYPE": tl.float32, "BLOCK": 2048}
+    owners: dict[str, Any] = {"segments": "*i32"}
+    compile_it(gradient.pull, owners, ALIGNED=False, **several)
+    compile_it(gradient.through_learned, owners, ADD=True, **several)
+    compile_it(gradient.times_mask, GRAD=tl.bfloat16, BLOCK=2048)
+    compile_it(gradient.where_stored, GRAD=tl.bfloat16, BLOCK=2048)
+    compile_it(gradient.teach, ADD=False, **several)
+    stored: dict[str, Any] = {
+        "ranks": None,
+        "KEPT": weights.STORED,
+        "MORE": weights.STORED,
+        "DECAY": True,
+        "ALIGNED": False,
+    }
+    compile_it(gradient.where, {**owners, "numbers": "*fp32", "scale": "*fp32"}, **stored, **several)
+    both: dict[str, Any] = {
+        "masks": None,
+        "more_masks": None,
+        "scale": None,
+        "KEPT": weights.ABOVE,
+        "MORE": weights.ABOVE,
+    }
+    compile_it(
+        gradient.where,
+        {**owners, "numbers": "*fp32", "more_values": "*fp64"},
+        **both,
+        DECAY=False,
+        ALIGNED=False,
+        **several,
+    )
+    kinds: dict[str, Any] = {"DTYPE": tl.bfloat16, "BLOCK": 2048}
+    numbers: dict[str, Any] = {
+        "ranks": None,
+        "scales": None,
+        "rows": None,
+        "KEPT": weights.EVERYTHING,
+        "MASK": weights.NUMBERS,
+        "P": 1.0,
+    }
+    compile_it(weights.project, owners, ALIGNED=False, **numbers, **kinds)
+    shrunk: dict[str, Any] = {"ranks": None, "masks": None, "KEPT": weights.ABOVE, "MASK": weights.SHRUNK, "P": 1.0}
+    compile_it(weights.project, {**owners, "taus": "*fp64", "scales": "*fp32"}, ALIGNED=True, **shrunk, **kinds)
+    learned: dict[str, Any] = {
+        "masks": None,
+        "scales": None,
+        "rows": None,
+        "KEPT": weights.ABOVE,
+        "MASK": weights.SOFT,
+        "P": 1.0,
+    }
+    compile_it(weights.project, owners, ALIGNED=False, **learned, **kinds)
+    compile_it(weights.keep, {**owners, "ranks": "*fp32", "masks": "*i8"}, BLOCK=2048)
+    compile_it(weights.restart, **kinds)
+    compile_it(weights.largest_below, {**owners, "found": "*fp32"}, ALIGNED=True, **kinds)
+    compile_it(weights.below, {"found": "*fp32", "taus": "*fp64"}, ROWS=512)
+    compile_it(weights.row_scales, {"scales": "*fp32"}, DTYPE=tl.float32, BLOCK=1024)
+    doubles: dict[str, Any] = {**owners, "found": "*fp64", "known": "*fp64", "budgets": "*fp64", "out": "*i64"}
+    compile_it(drawing.uniform, {"out": "*fp32", "seed": "i32"}, BLOCK=2048)
+    compile_it(drawing.largest, doubles, BLOCK=2048)
+    compile_it(drawing.begin, doubles, ROWS=512)
+    compile_it(drawing.shifted, doubles, BLOCK=2048)
+    compile_it(drawing.step, doubles, ROWS=512)
+    compile_it(drawing.clip, doubles, BLOCK=2048)
     tile = {"INLINE": True, "U": 128, "W": 16, "segments": None}
     compile_it(units.where_kept, GRAD=tl.float32, **tile)
     compile_it(units.project, SOFT=True, DTYPE=tl.float32, **tile)

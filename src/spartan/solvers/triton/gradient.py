@@ -184,10 +184,10 @@ def where(
         on_b = tl.load(numbers + 3 * segment + 1)
         on_rest = tl.load(numbers + 3 * segment + 2)
         if scale is not None:
-            by = tl.load(scale).to(tl.float32)
-            on_a *= by
-            on_b *= by
-            on_rest *= by
+            scaled = tl.load(scale).to(tl.float32)
+            on_a *= scaled
+            on_b *= scaled
+            on_rest *= scaled
         if ranks is not None:
             rank_at = tl.load(ranks + which).to(tl.pointer_type(tl.float32)) + start
         if masks is not None:
