@@ -12,7 +12,7 @@ from spartan.methods.base import Method
 from spartan.methods.registry import register
 from spartan.ops.select import Threshold
 from spartan.problem.schedules import Moment
-from spartan.solvers.forms import Form
+from spartan.solvers.forms import VJP, Form, Shifted
 from spartan.solvers.pools import Selection
 from spartan.solvers.torch import TorchSolver
 from spartan.solvers.units import masked
@@ -120,4 +120,4 @@ class STR(Method):
             entries = zip(thetas, *(solver.per_target(solver.spread(x)) for x in (mask, kept)), strict=True)
             return [masked(theta * m.to(theta.dtype), keep) for theta, m, keep in entries]
 
-        return Form(own=weights)
+        return Form(Shifted("s"), VJP.THROUGH, own=weights) if self.exact else Form(own=weights)

@@ -56,6 +56,16 @@ class Shrunk:
 
 
 @dataclass(frozen=True)
+class Shifted:
+    """min(z − λ, u)/u where kept: ranks are z = u − sigmoid(s), s learned per target under this name, λ is what is below.
+
+    It comes with an expression of its own, which says the same; kernels of single weights do without.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Stored:
     """A mask that the method keeps per unit under this name: bools, or numbers that are not projected."""
 
@@ -81,10 +91,10 @@ class Form:
         project: whether w is zero outside A; False leaves the model soft-masked.
         kept: the name of A where it is stored although the mask is not; `more`: that of B.
         own: an autograd expression, from one tensor per target to as many, where the above does not fit. It may use
-            learned parameters. Then `mask` and `back` say nothing.
+            learned parameters. Then `mask` and `back` say nothing, unless the mask is `Shifted`.
     """
 
-    mask: Mask | Shrunk | Stored = Mask.ONE
+    mask: Mask | Shrunk | Shifted | Stored = Mask.ONE
     back: Where | VJP = KEPT
     decay: Where | None = None
     learned: str | None = None

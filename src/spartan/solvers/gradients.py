@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from spartan.solvers.base import Grads
-from spartan.solvers.forms import KEPT, Form, Mask, PerSegment, Where
+from spartan.solvers.forms import KEPT, Form, Mask, PerSegment, Shifted, Where
 from spartan.solvers.masks import Masks
 from spartan.solvers.units import masked, times
 
@@ -39,10 +39,11 @@ class Gradients(Masks):
     def with_missing(self, form: Form, grads: Grads) -> list[Tensor | None]:
         """Zeros where the loss did not reach a weight that still feels the others, through the budget they share."""
         found = list(grads)
-        if not form.couples or self.problem.pattern.rows is not None or all(g is not None for g in found):
+        shifted = isinstance(form.mask, Shifted)  # its expression reaches all
+        if not (form.couples or shifted) or self.problem.pattern.rows is not None or all(g is not None for g in found):
             return found
         for i, target in enumerate(self.problem.targets):
-            others = self.problem.members(self.problem.segment_of[i])
+            others = range(len(grads)) if shifted else self.problem.members(self.problem.segment_of[i])
             if grads[i] is None and target.parameter.grad is None and any(grads[j] is not None for j in others):
                 found[i] = torch.zeros_like(target.local)
         return found

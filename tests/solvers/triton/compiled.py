@@ -173,6 +173,17 @@ if __name__ == "__main__":
     compile_it(weights.keep, {**owners, "ranks": "*fp32", "masks": "*i8"}, BLOCK=2048)
     compile_it(weights.restart, **kinds)
     compile_it(weights.largest_below, {**owners, "found": "*fp32"}, ALIGNED=True, **kinds)
+    compile_it(weights.largest_below, {**owners, "found": "*fp32"}, ranks=None, ALIGNED=True, **kinds)
+    shift: dict[str, Any] = {
+        "masks": None,
+        "scales": None,
+        "rows": None,
+        "KEPT": weights.ABOVE,
+        "MASK": weights.SHIFTED,
+    }
+    compile_it(weights.project, {**owners, "taus": "*fp64"}, ALIGNED=False, P=1.0, **shift, **kinds)
+    compile_it(gradient.pull_on_shift, {**owners, "taus": "*fp64"}, **several)
+    compile_it(gradient.learn_shift, {"shifts": "*fp32", "learned": "*fp32"}, ADD=True, ROWS=512)
     compile_it(weights.below, {"found": "*fp32", "taus": "*fp64"}, ROWS=512)
     compile_it(weights.row_scales, {"scales": "*fp32"}, DTYPE=tl.float32, BLOCK=1024)
     doubles: dict[str, Any] = {**owners, "found": "*fp64", "known": "*fp64", "budgets": "*fp64", "out": "*i64"}

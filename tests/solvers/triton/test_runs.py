@@ -15,6 +15,7 @@ from spartan.methods.feather import Feather
 from spartan.methods.movement import Movement
 from spartan.methods.optg import OptG
 from spartan.methods.rigl import RigL
+from spartan.methods.soft_threshold import STR
 from spartan.methods.spartan_learned import SpartanLearned
 from spartan.methods.srste import SRSTE
 from spartan.methods.st3 import ST3
@@ -104,6 +105,7 @@ METHODS = {
     "acdc": ACDC(first_dense=0.2, phase=0.17, last_dense=0.17),
     "rigl": RigL(every=2),
     "static": Static(),
+    "str": STR(init=-2.0),
 }
 
 

@@ -287,6 +287,54 @@ def teach(
 
 
 @triton.jit
+def pull_on_shift(
+    grads, thetas, ranks, taus, table, segments, factors, all_floats, all_ints, sums,
+    GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of each piece −Σ g·θ/u where kept and shrunk: what a shift of its ranks does to the loss."""
+    piece = tl.program_id(0)
+    which, start, length, position = row_of(table, piece)
+    grad = tl.load(grads + which)
+    found = tl.zeros((BLOCK,), tl.float32)
+    if grad != 0:
+        segment = segment_of(segments, piece)
+        factor = tl.load(factors + piece)
+        theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
+        rank_at = tl.load(ranks + which).to(tl.pointer_type(tl.float32)) + start
+        grad_at = grad.to(tl.pointer_type(GRAD)) + start
+        value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
+        cut = tl.load(all_ints + segment * INTS + CUT) - position
+        tau = tl.load(taus + segment).to(tl.float32)
+        for i in range(0, length, BLOCK):
+            here = i + tl.arange(0, BLOCK)
+            inside = here < length
+            theta = tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)
+            rank = tl.load(rank_at + here, mask=inside, other=0.0)
+            g = tl.load(grad_at + here, mask=inside, other=0.0).to(tl.float32)
+            u = tl.abs(theta) * factor
+            moves = inside & kept_of(rank, here, value, cut) & (u > 0.0) & (rank - tau < u)
+            found -= tl.where(moves, g * theta / tl.where(u > 0.0, u, 1.0), 0.0)
+    tl.store(sums + 4 * piece, tl.sum(found).to(tl.float64))
+
+
+@triton.jit
+def learn_shift(sums, stretches, shifts, learned, ADD: tl.constexpr, ROWS: tl.constexpr):
+    """∂L/∂s of every target, from its pieces, through sigmoid(s); into the gradient of s, or added to it."""
+    target = tl.program_id(0)
+    first = tl.load(stretches + 2 * target)
+    last = tl.load(stretches + 2 * target + 1)
+    total = tl.zeros((ROWS,), tl.float64)
+    for i in range(0, last - first, ROWS):
+        row = first + i + tl.arange(0, ROWS)
+        total += tl.load(sums + 4 * row, mask=row < last, other=0.0)
+    shift = tl.sigmoid(tl.load(shifts + target).to(tl.float32))
+    pull = tl.sum(total).to(tl.float32) * (shift * (1.0 - shift))
+    if ADD:
+        pull += tl.load(learned + target)
+    tl.store(learned + target, pull)
+
+
+@triton.jit
 def check(grads, table, bad, numbers, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """The first tensor whose gradient is not finite is named in `bad`, by its number."""
     piece = tl.program_id(0)

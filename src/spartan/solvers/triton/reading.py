@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags
-from spartan.solvers.forms import VJP, Form, Mask, Shrunk, Stored
+from spartan.solvers.forms import VJP, Form, Mask, Shifted, Shrunk, Stored
 from spartan.solvers.triton import weights
 from spartan.solvers.triton.state import States
 from spartan.solvers.triton.tables import Addresses
@@ -52,10 +52,16 @@ class FormReader(KernelVectors):
         reading = self.reading(form)
         if reading is None or form.back is not VJP.THROUGH:
             return reading is not None
-        return form.mask is Mask.SOFT or (isinstance(form.mask, Stored) and form.learned is None)
+        return (
+            form.mask is Mask.SOFT
+            or isinstance(form.mask, Shifted)
+            or (isinstance(form.mask, Stored) and form.learned is None)
+        )
 
     def reading(self, form: Form) -> Reading | None:
         """Where kernels read what is kept; None where they cannot."""
+        if isinstance(form.mask, Shifted):
+            return self._shifted(form.mask.name)
         if form.own is not None or self.power != 1.0:
             return None
         states = self.topk.states
@@ -75,6 +81,21 @@ class FormReader(KernelVectors):
             ranks = topk.addresses.along(self.state.learned[form.learned], topk.starts)
             return Reading(weights.ABOVE, ranks, None, topk.states)
         return Reading(weights.ABOVE, None, None, states) if self._mine else None
+
+    def _shifted(self, name: str) -> Reading | None:
+        """Ranks that a learned number per target moves; after a resume they are made once more."""
+        topk, shifts = self.topk_of("ranks"), self.state.learned_per_target[name].detach()
+        if self.power != 1.0 or shifts.dtype != torch.float32:
+            return None
+        if self._saved is not None:
+            self._go_on_with(topk, *self._saved)
+            self._saved = None
+            topk.addresses.along(self.scores() - self.of_targets(torch.sigmoid(shifts)), topk.starts)
+        return (
+            Reading(weights.ABOVE, topk.addresses.table, None, topk.states)
+            if self.a is topk.states.selection()
+            else None
+        )
 
     def stored_more(self, mask: Tensor) -> Tensor:
         """Where another mask of bools lies."""

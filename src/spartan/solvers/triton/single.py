@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.solvers.base import FINE, Grads
-from spartan.solvers.forms import KEPT, VJP, Form, Mask, Shrunk, Stored
+from spartan.solvers.forms import KEPT, VJP, Form, Mask, Shifted, Shrunk, Stored
 from spartan.solvers.triton import weights
 from spartan.solvers.triton.reading import Reading
 from spartan.solvers.triton.turning import KernelGradients
@@ -25,9 +25,8 @@ class TritonSolver(KernelGradients):
         return "" if problem.pattern.single else f"no kernels for {problem.pattern!r}"
 
     def prepare(self) -> None:
-        """Tables of what competes, and room for what masks shrink by."""
+        """Tables of what competes, and room for what is below each piece's threshold."""
         super().prepare()
-        self._taus = torch.zeros(len(self.problem.segments), dtype=torch.float64, device=self.device)
         self._found = torch.zeros(self.ranked.count, dtype=torch.float32, device=self.device)
 
     def put(self, which: Sequence[int]) -> None:
@@ -70,6 +69,8 @@ class TritonSolver(KernelGradients):
         masks = {Mask.ONE: weights.ONE, Mask.SOFT: weights.SOFT}
         shrunk = form.mask if isinstance(form.mask, Shrunk) else None
         mask = weights.SHRUNK if shrunk else masks.get(form.mask, weights.ONE)  # type: ignore[arg-type]
+        if isinstance(form.mask, Shifted):
+            mask = weights.SHIFTED
         if isinstance(form.mask, Stored) and reading.kind is weights.EVERYTHING:
             mask = weights.NUMBERS
         rows = self.row_scales if shrunk is not None and shrunk.row_scale else None
@@ -81,8 +82,8 @@ class TritonSolver(KernelGradients):
         rest = p.table, p.segments, p.factors, states.floats, states.ints
 
         def launch() -> None:
-            if shrunk is not None:
-                self._launch_below(thetas)
+            if mask in (weights.SHRUNK, weights.SHIFTED):
+                self._launch_below(thetas, reading)
             if rows is not None:
                 rows.launch(thetas, states, x.dtype)
             x.run(weights.project, *tables, *rest, pieces=p, **kinds)
@@ -90,11 +91,11 @@ class TritonSolver(KernelGradients):
         names = *(k.value if hasattr(k, "value") else k for k in kinds.values()), rows is not None
         x.write(("project", form.learned, *names), launch)
 
-    def _launch_below(self, thetas: Tensor) -> None:
+    def _launch_below(self, thetas: Tensor, reading: Reading) -> None:
         """τ of every segment."""
-        x, p, states = self.kernels, self.ranked, self.topk.states
+        x, p, states = self.kernels, self.ranked, reading.states
         kinds = {"DTYPE": x.dtype, "ALIGNED": x.aligned(x.to_thetas)}
-        tables = thetas, p.table, p.segments, p.factors, states.floats, states.ints, self._found
+        tables = thetas, reading.ranks, p.table, p.segments, p.factors, states.floats, states.ints, self._found
         x.run(weights.largest_below, *tables, pieces=p, **kinds)
         weights.below[(len(p.limits),)](
             p.limits, self._found, states.floats, states.ints, self._taus, ROWS=512, num_warps=4

@@ -141,6 +141,11 @@ class Addresses:
         self._list = tensors
         return self._at([0 if t is None else t.data_ptr() for t in tensors])
 
+    @property
+    def table(self) -> Tensor:
+        """The last one."""
+        return self._table
+
     def along(self, vector: Tensor, starts: Sequence[int]) -> Tensor:
         """The table of the parts of a vector, where it lies in one piece."""
         self._list = (vector,)  # it must live until launches that were only noted have read it

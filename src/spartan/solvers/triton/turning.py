@@ -1,5 +1,6 @@
 """Turns gradients of single weights as forms say, by kernels."""
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags, Grads
-from spartan.solvers.forms import KEPT, VJP, Form, Mask, PerSegment, Stored, Where
+from spartan.solvers.forms import KEPT, VJP, Form, Mask, PerSegment, Shifted, Stored, Where
 from spartan.solvers.triton import gradient, weights
 from spartan.solvers.triton.reading import FormReader
 from spartan.solvers.triton.tables import Addresses, Numbers
@@ -26,6 +27,7 @@ class KernelGradients(FormReader):
         super().prepare()
         n = len(self.problem.segments)
         self._factors_there, self._decay_there = (Numbers(n, self.device) for _ in range(2))
+        self._taus = torch.zeros(n, dtype=torch.float64, device=self.device)  # what masks are shrunk by
 
     def turn(self, form: Form | None, grads: Grads) -> list[Tensor | None]:
         """Gradients for w into gradients for θ, in place."""
@@ -35,7 +37,9 @@ class KernelGradients(FormReader):
             return turned
         if not self.turns(form):
             return super().turn(form, turned)
-        if form.back is VJP.THROUGH:
+        if isinstance(form.mask, Shifted):
+            self._through_shift(form.mask.name, form, turned)
+        elif form.back is VJP.THROUGH:
             self.through_mask(form, turned)
         else:
             self.teach(form, turned)
@@ -69,6 +73,36 @@ class KernelGradients(FormReader):
                 x.run(gradient.through_learned, *both, pieces=p, ADD=add, **plain)
 
         x.replay(("through_mask", form.learned, add, *kinds.values()), launch_all)
+
+    def _through_shift(self, name: str, form: Form, grads: Grads) -> None:
+        """g where kept, in place; and the sum over each target for what shifts its ranks."""
+        x, p, reading, parameter = self.kernels, self.ranked, self.reading(form), self.state.learned_per_target[name]
+        assert reading is not None
+        add = parameter.grad is not None
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        states, kinds = reading.states, x.kinds(grads)
+        tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), reading.ranks, self._taus, p.table, p.segments
+        x.run(gradient.pull_on_shift, *tables, p.factors, states.floats, states.ints, self._sums, pieces=p, **kinds)
+        gradient.learn_shift[(len(parameter),)](
+            self._sums, self._stretches, parameter.detach(), parameter.grad, ADD=add, ROWS=512, num_warps=4
+        )
+        self._where_or_decay(form, KEPT, grads, self._factors_there, None, False)
+
+    @cached_property
+    def _stretches(self) -> Tensor:
+        """From where to where the pieces of each target are."""
+        owners = self.ranked.table[:, 0].tolist()
+        found = [
+            (owners.index(i), owners.index(i) + owners.count(i)) if i in owners else (0, 0)
+            for i in range(len(self.problem.targets))
+        ]
+        return torch.tensor(found, dtype=torch.int64).to(self.device)
+
+    def redivided(self) -> None:
+        """The problem has other segments now."""
+        self.__dict__.pop("_stretches", None)
+        super().redivided()
 
     def where(self, form: Form, grads: Grads) -> None:
         """Factors on A, on B∖A and on the rest, in place."""

@@ -29,6 +29,7 @@ ONE = tl.constexpr(0)
 SOFT = tl.constexpr(1)
 SHRUNK = tl.constexpr(2)
 NUMBERS = tl.constexpr(3)
+SHIFTED = tl.constexpr(4)
 
 
 @triton.jit
@@ -75,8 +76,8 @@ def project(
     """w = [kept] ⊙ mask ⊙ θ into the parameters; exactly +0.0 where not kept.
 
     KEPT is EVERYTHING, what is ABOVE the threshold of |θ| or of given ranks, or STORED in `masks`, a byte an entry. MASK
-    is ONE, SOFT, SHRUNK or NUMBERS, which `masks` holds then. `scales` has a number for each row of a weight, `rows` the
-    first row of each target and the length of its rows; None for none.
+    is ONE, SOFT, SHRUNK, NUMBERS, which `masks` holds then, or SHIFTED, min(rank − τ, u)/u. `scales` has a number for
+    each row of a weight, `rows` the first row of each target and the length of its rows; None for none.
     """
     piece = tl.program_id(0)
     which, start, length, position = even_row_of(table, piece, ALIGNED)
@@ -98,6 +99,8 @@ def project(
             slope, center, shift = line_of(floats)
         if MASK == SHRUNK:
             tau = tl.maximum(tl.load(taus + segment).to(tl.float32), 0.0)
+        if MASK == SHIFTED:
+            tau = tl.load(taus + segment).to(tl.float32)
         if scales is not None:
             first_row = tl.load(rows + 2 * which)
             long = tl.load(rows + 2 * which + 1)
@@ -115,6 +118,10 @@ def project(
                 m = shrunk_of(u, tau, P)
                 if scales is not None:
                     m *= tl.load(scales + first_row + (start + here) // long, mask=inside, other=0.0)
+                w = theta * m.to(DTYPE).to(tl.float32)
+            elif MASK == SHIFTED:
+                size = tl.abs(theta) * factor
+                m = tl.where(size > 0.0, tl.minimum(u - tau, size) / tl.where(size > 0.0, size, 1.0), 1.0)
                 w = theta * m.to(DTYPE).to(tl.float32)
             elif MASK == NUMBERS:
                 w = theta * tl.load(mask_at + here, mask=inside, other=0.0).to(DTYPE).to(tl.float32)
@@ -157,10 +164,10 @@ def restart(thetas, masks, table, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def largest_below(
-    thetas, table, segments, factors, all_floats, all_ints, found,
+    thetas, ranks, table, segments, factors, all_floats, all_ints, found,
     DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest u of each piece below the threshold, where units equal to it are kept; else nothing is read."""
+    """The largest u, or rank, of each piece below the threshold, where units equal to it are kept; else nothing is read."""
     piece = tl.program_id(0)
     which, start, length, _ = even_row_of(table, piece, ALIGNED)
     segment = segment_of(segments, piece)
@@ -168,11 +175,16 @@ def largest_below(
         factor = tl.load(factors + piece)
         theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
         value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
+        if ranks is not None:
+            rank_at = tl.load(ranks + which).to(tl.pointer_type(tl.float32)) + start
         most = tl.full((BLOCK,), -float("inf"), tl.float32)
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
             inside = here < length
-            u = tl.abs(tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)) * factor
+            if ranks is None:
+                u = tl.abs(tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)) * factor
+            else:
+                u = tl.load(rank_at + here, mask=inside, other=0.0)
             most = tl.maximum(most, tl.where(inside & (u < value), u, -float("inf")))
         tl.store(found + piece, tl.max(most))
 
