@@ -134,7 +134,7 @@ class Run:
                 finetune=0.9999 if args.finetune else 0.0,  # from the first step on
                 kernels=args.kernels,
             ).attach(self.optimizer)
-            self.sparsifier._run.gradients.paused = True  # then the step turns them, and its time is that of everything
+            self.sparsifier._run.gradients.paused = True  # the step turns them then, in its own time
         self.times: list[float] = []
         self.inside: list[float] = []  # of which in optimizer.step(), where the sparse work is
         self.events: list[tuple[Any, Any]] = []
