@@ -10,11 +10,11 @@
 A step is forward, backward, `optimizer.step()` (where all the sparse work happens) and `zero_grad`, on one fixed batch.
 Every figure is the median of the rounds; on a CPU, which others may be using, the smallest. "in step" is the time
 `optimizer.step()` takes longer than the dense one's, the whole of the sparse work (gradients, which are turned when a
-backward ends, are left for the step here): a model full of zeros also draws less power, and a GPU that is at its limit runs it faster. "dense-zeros" shows how much: a dense model with as many zeros, which
-a learning rate of 0 keeps. "peak" is the memory at the fullest moment of a step over that of the
-dense compiled model, in bytes per target weight. The floor is what the passes over the weights must read and write at
-least (`floor` below, in bytes per weight) at this device's copy speed; "× floor" is the time in the step divided by it.
-Rows are appended to benchmarks/step.csv.
+backward ends, are left for the step here): a model full of zeros also draws less power, and a GPU that is at its limit
+runs it faster. "dense-zeros" shows how much: a dense model with as many zeros, which a learning rate of 0 keeps. "peak"
+is the memory at the fullest moment of a step over that of the dense compiled model, in bytes per target weight. The
+floor is what the passes over the weights must read and write at least (`floor` below, in bytes per weight) at this
+device's copy speed; "× floor" is the time in the step divided by it. Rows are appended to benchmarks/step.csv.
 """
 
 from __future__ import annotations
