@@ -86,6 +86,7 @@ class Pieces:
         if filled:
             shares.append(len(rows))
         self.count, self.length, which = len(rows), length, [row[0] for row in rows]
+        self.tensors = which  # of each piece, where the host can read it
         self.shares = torch.tensor(shares, dtype=torch.int64).to(device)
         self.table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).to(device)
         of = torch.tensor([owners[i] for i in which], dtype=torch.int32)

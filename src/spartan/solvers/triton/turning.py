@@ -1,6 +1,5 @@
 """Turns gradients of single weights as forms say, by kernels."""
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +27,10 @@ class KernelGradients(FormReader):
         n = len(self.problem.segments)
         self._factors_there, self._decay_there = (Numbers(n, self.device) for _ in range(2))
         self._taus = torch.zeros(n, dtype=torch.float64, device=self.device)  # what masks are shrunk by
+        stretches = [(0, 0)] * len(self.problem.targets)  # from where to where the pieces of each target are
+        for piece, i in enumerate(self.ranked.tensors):
+            stretches[i] = stretches[i][0] if stretches[i][1] else piece, piece + 1
+        self._stretches = torch.tensor(stretches, dtype=torch.int64).to(self.device)
 
     def turn(self, form: Form | None, grads: Grads) -> list[Tensor | None]:
         """Gradients for w into gradients for θ, in place."""
@@ -88,21 +91,6 @@ class KernelGradients(FormReader):
             self._sums, self._stretches, parameter.detach(), parameter.grad, ADD=add, ROWS=512, num_warps=4
         )
         self._where_or_decay(form, KEPT, grads, self._factors_there, None, False)
-
-    @cached_property
-    def _stretches(self) -> Tensor:
-        """From where to where the pieces of each target are."""
-        owners = self.ranked.table[:, 0].tolist()
-        found = [
-            (owners.index(i), owners.index(i) + owners.count(i)) if i in owners else (0, 0)
-            for i in range(len(self.problem.targets))
-        ]
-        return torch.tensor(found, dtype=torch.int64).to(self.device)
-
-    def redivided(self) -> None:
-        """The problem has other segments now."""
-        self.__dict__.pop("_stretches", None)
-        super().redivided()
 
     def where(self, form: Form, grads: Grads) -> None:
         """Factors on A, on B∖A and on the rest, in place."""
