@@ -246,6 +246,27 @@ def newton(
 
 
 @triton.jit
+def counted(counts, prices, fine_prices, first_kind, last_kind, SPLIT: tl.constexpr):
+    """What the units of every bin cost, coarsely and finely, and how many there are; the bins are emptied."""
+    bins = tl.arange(0, BINS)
+    cost_of = tl.zeros((BINS,), tl.float64)
+    fine_of = tl.zeros((BINS,), tl.float64)
+    number_in = tl.zeros((BINS,), tl.int32)
+    for kind in range(first_kind, last_kind):
+        number = tl.load(counts + kind * BINS + bins)
+        tl.debug_barrier()  # a thread may write where another reads: all have read, then
+        tl.store(counts + kind * BINS + bins, 0)  # for the next pass
+        price = tl.load(prices + kind)
+        if SPLIT:
+            fine_price = tl.load(fine_prices + kind)
+            fine_of += number.to(tl.float64) * fine_price
+            price -= fine_price
+        cost_of += number.to(tl.float64) * price
+        number_in += number
+    return cost_of, fine_of, number_in
+
+
+@triton.jit
 def decide(
     floats, ints, limits, counts, above, sums, costs, prices, fine_costs, fine_prices, tol,
     SOFT: tl.constexpr, ROWS: tl.constexpr,
@@ -313,21 +334,7 @@ def decide(
         if samples != 1:
             tl.store(ints + PASSES, passes + 1)
         if hard:
-            bins = tl.arange(0, BINS)
-            cost_of = tl.zeros((BINS,), tl.float64)
-            fine_of = tl.zeros((BINS,), tl.float64)
-            number_in = tl.zeros((BINS,), tl.int32)
-            for kind in range(first_kind, last_kind):
-                number = tl.load(counts + kind * BINS + bins)
-                tl.debug_barrier()  # a thread may write where another reads: all have read, then
-                tl.store(counts + kind * BINS + bins, 0)  # for the next pass
-                price = tl.load(prices + kind)
-                if SPLIT:
-                    fine_price = tl.load(fine_prices + kind)
-                    fine_of += number.to(tl.float64) * fine_price
-                    price -= fine_price
-                cost_of += number.to(tl.float64) * price
-                number_in += number
+            cost_of, fine_of, number_in = counted(counts, prices, fine_prices, first_kind, last_kind, SPLIT)
             fine_higher = tl.full((), 0.0, tl.float64)
             if SPLIT:
                 fine_higher = tl.sum(fine_over)
