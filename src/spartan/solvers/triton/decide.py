@@ -286,9 +286,7 @@ def decide(
     high = tl.load(ints + HIGH)
     shift = tl.load(ints + SHIFT)
     k = tl.load(floats + K)
-    k_fine = tl.full((), 0.0, tl.float64)
-    if SPLIT:
-        k_fine = tl.load(floats + K_FINE)
+    k_fine = tl.load(floats + K_FINE) if SPLIT else tl.full((), 0.0, tl.float64)
     total = tl.load(floats + TOTAL)
     room = tl.load(floats + ROOM)
     value = tl.load(floats + VALUE)
@@ -335,9 +333,7 @@ def decide(
             tl.store(ints + PASSES, passes + 1)
         if hard:
             cost_of, fine_of, number_in = counted(counts, prices, fine_prices, first_kind, last_kind, SPLIT)
-            fine_higher = tl.full((), 0.0, tl.float64)
-            if SPLIT:
-                fine_higher = tl.sum(fine_over)
+            fine_higher = tl.sum(fine_over) if SPLIT else tl.full((), 0.0, tl.float64)
             hard_done, value, known = narrow(
                 floats, ints, tl.sum(over), cost_of, fine_higher, fine_of, number_in, k, k_fine, total, room,
                 from_key, low, high, shift, samples == 1, hard_done, value, known, SPLIT,
