@@ -11,7 +11,7 @@ from spartan.solvers.base import Grads
 from spartan.solvers.forms import Form, Mask
 from spartan.solvers.triton import gradient, units
 from spartan.solvers.triton.single import ByMagnitude
-from spartan.solvers.triton.tables import Pieces
+from spartan.solvers.triton.tables import Addresses, Pieces
 from spartan.solvers.triton.topk import TopK
 
 TILE = 2048  # entries that a program holds at once
@@ -50,7 +50,8 @@ class BlockSolver(ByMagnitude):
         widest = max(g.w for g in grids)
         self._tile: dict[str, Any] = {"W": min(TILE, 1 << (widest - 1).bit_length())}
         self._tile["U"] = TILE // self._tile["W"]
-        self._tile["INLINE"] = all(g.columns is None for g in grids)
+        self._tile["INLINE"] = inline = all(g.columns is None for g in grids)
+        self._grain = math.gcd(8, *(side for g in grids for side in (g.w, g.step))) if inline else 1
         owners: dict[str, Any] = {"owners": problem.segment_of, "segments": len(problem.segments)}
         numbers = [g.down * g.across for g in grids]
         self.ranked = Pieces(numbers, problem.unit_costs, problem.factors, device, smallest=self._tile["U"], **owners)
@@ -70,11 +71,16 @@ class BlockSolver(ByMagnitude):
     def _over_units(self, kernel: Any, *arguments: Any, **kinds: Any) -> None:
         kernel[(self.ranked.count,)](*arguments, num_warps=8, **self._tile, **kinds)
 
+    def _read_at_once(self, *tables: Addresses) -> int:
+        """So many entries lie side by side wherever a unit has them, in memory that can be read as one word."""
+        return self._grain if all(table.aligned for table in tables) else 1
+
     def competing(self) -> list[Tensor]:
         """u of every unit, summed from θ anew."""
         x, p = self.kernels, self.ranked
         tables = x.to_thetas.of(self._theta.views), p.table, *self._grids, p.factors, self._u
-        x.replay("sum units", lambda: self._over_units(units.sum_units, *tables, DTYPE=x.dtype))
+        kinds = {"DTYPE": x.dtype, "GRAIN": self._read_at_once(x.to_thetas)}
+        x.replay(("sum units", *kinds.values()), lambda: self._over_units(units.sum_units, *tables, **kinds))
         return self._u_by_target
 
     def scores(self) -> Tensor:
@@ -91,13 +97,14 @@ class BlockSolver(ByMagnitude):
         x, p, states = self.kernels, self.ranked, self.topk.states
         where = x.to_parameters.of(x.parameters), x.to_thetas.of(self._theta.views), p.table, p.segments, *self._grids
         rest, kinds = (self._u, states.floats, states.ints), {"SOFT": soft, "DTYPE": x.dtype}
-        x.write(("project", soft), lambda: self._over_units(units.project, *where, *rest, **kinds))
+        kinds["GRAIN"] = self._read_at_once(x.to_parameters, x.to_thetas)
+        x.write(("project", soft, kinds["GRAIN"]), lambda: self._over_units(units.project, *where, *rest, **kinds))
 
     def through_mask(self, form: Form, grads: Grads) -> None:
         """Through the soft mask, in place."""
         x, p, floats, out = self.kernels, self.ranked, self.topk.states.floats, self.flags.residuals
-        kinds = x.kinds(grads)
         where = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), p.table, p.segments, *self._grids
+        kinds = {**x.kinds(grads), "GRAIN": self._read_at_once(x.to_grads, x.to_thetas)}
 
         def launch_all() -> None:
             self._over_units(units.pull, *where, self._u, self._pulls, floats, self._sums, **kinds)
@@ -107,14 +114,14 @@ class BlockSolver(ByMagnitude):
             rest = p.factors, p.costs, self._u, self._pulls, floats, out
             self._over_units(units.through_mask, *where, *rest, **kinds)
 
-        x.replay(("through_mask", kinds["GRAD"]), launch_all)
+        x.replay(("through_mask", *kinds.values()), launch_all)
 
     def where(self, form: Form, grads: Grads) -> None:
         """Zero where not kept, in place."""
         x, p, states = self.kernels, self.ranked, self.topk.states
-        kind, state = x.kinds(grads)["GRAD"], (self._u, states.floats, states.ints)
-        tables = x.to_grads.of(grads), p.table, p.segments, *self._grids, *state
-        x.replay(("where_kept", kind), lambda: self._over_units(units.where_kept, *tables, GRAD=kind))
+        tables = x.to_grads.of(grads), p.table, p.segments, *self._grids, self._u, states.floats, states.ints
+        kinds = {"GRAD": x.kinds(grads)["GRAD"], "GRAIN": self._read_at_once(x.to_grads)}
+        x.replay(("where_kept", *kinds.values()), lambda: self._over_units(units.where_kept, *tables, **kinds))
 
 
 def _sides(problem: Problem) -> list[tuple[int, int] | None]:
