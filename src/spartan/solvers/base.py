@@ -64,7 +64,7 @@ class Solver(ABC):
         """w of every target."""
 
     @abstractmethod
-    def turn(self, form: Form | None, grads: Grads) -> list[Tensor | None]:
+    def turn(self, form: Form | None, grads: Grads) -> Grads:
         """Gradients for w into gradients for θ; given tensors may be changed in place, missing ones may be made."""
 
     @abstractmethod

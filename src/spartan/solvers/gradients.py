@@ -36,12 +36,12 @@ class Gradients(Masks):
         """dψ/dθ = α|θ|^(α−1), by slab."""
         return [self.power * theta.abs().pow(self.power - 1.0) for theta in self.theta.slabs]
 
-    def with_missing(self, form: Form, grads: Grads) -> list[Tensor | None]:
+    def with_missing(self, form: Form, grads: Grads) -> Grads:
         """Zeros where the loss did not reach a weight that still feels the others, through the budget they share."""
-        found = list(grads)
         shifted = isinstance(form.mask, Shifted)  # its expression reaches all
-        if not (form.couples or shifted) or self.problem.pattern.rows is not None or all(g is not None for g in found):
-            return found
+        if not (form.couples or shifted) or self.problem.pattern.rows is not None or all(g is not None for g in grads):
+            return grads
+        found = list(grads)
         for i, target in enumerate(self.problem.targets):
             others = range(len(grads)) if shifted else self.problem.members(self.problem.segment_of[i])
             if grads[i] is None and target.parameter.grad is None and any(grads[j] is not None for j in others):

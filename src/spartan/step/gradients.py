@@ -9,6 +9,7 @@ optimizer's step has it turned: see `left_for_the_step`.
 Gradients written by hand are told by their identity and version.
 """
 
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,14 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from spartan.distributed import fsdp_modules, replicas, version
+from spartan.distributed import fsdp_modules, is_dtensor, replicas, version
 from spartan.problem.targets import Target
 
 # What a gradient is: one for w, or none; one for θ; one for θ that an optimizer has used.
 RAW, TURNED, USED = 0, 1, 2
+grad_of = operator.attrgetter("grad")  # with `map` it is C: this runs in every backward
+_version_of = operator.attrgetter("_version")
 
 
 class GradientState:
@@ -51,20 +55,23 @@ class GradientState:
         self._parameters, self._turn = [t.parameter for t in targets], weakref.WeakMethod(turn)
         self._kind = [RAW] * n  # this list stays: hooks hold it
         self._lacks_decay = [False] * n  # what the method adds whatever the loss is not in it yet
-        self._used: list[tuple[TensorWeakRef, int] | None] = [None] * n  # what an optimizer has used, and its version
+        self._used: list[weakref.ref[Tensor] | None] = [None] * n  # what an optimizer has used, and the versions
+        self._used_versions = [0] * n
         self._first: TensorWeakRef | None = None  # the first target's gradient when last turned
-        self._aside: list[Tensor | None] = [None] * n  # gradients for θ, while others are accumulated
+        self._aside: dict[int, Tensor] = {}  # gradients for θ, by target, while others are accumulated
         self._seen: dict[int, Tensor] = {}  # gradients for w, where a method looks at them
-        self._task = -1  # the backward at whose end a call is queued
+        self._task = [-1]  # the backward at whose end a call is queued; this list stays too
         self._raw = False  # whether what the last backward accumulated was left as it is
+        self._differentiable = False  # whether gradients since the last step are to be differentiated again
         self.paused = False  # whether gradients are none of ours for a while
         self.unused = 0  # gradients that were cleared, one after the other, without a step
         self._ddp, self._sharded = replicas(model), bool(fsdp_modules(model))
+        self._whole = not any(map(is_dtensor, self._parameters))
         self._handles: list[RemovableHandle] = []
         self._accumulators: list[Node] = []  # what accumulates each gradient; a hook lives as long as they do
         me = weakref.ref(self)  # a hook must not keep a discarded state alive
         for i, parameter in enumerate(self._parameters):
-            hook = _hook(me, self._kind, i)
+            hook = _hook(me, self._kind, self._task, i)
             if self._sharded:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
             else:
@@ -92,7 +99,10 @@ class GradientState:
             return grad is not None and self._kind[i] == RAW
         # Changed since the step: written anew. Changed before the step: clipped or unscaled, perhaps out of place.
         used = self._used[i]
-        return used is None or used[0]() is not grad or version(grad) != used[1]
+        before = None if used is None else used()
+        if before is not None:
+            before._fix_weakref()  # type: ignore[attr-defined]  # as TensorWeakRef does, which is slow to make
+        return before is not grad or version(grad) != self._used_versions[i]
 
     def turned(self, i: int) -> None:
         """Target i's gradient is now one for θ."""
@@ -106,19 +116,29 @@ class GradientState:
 
     def stepped(self, which: Sequence[int]) -> None:
         """An optimizer has used the gradients of these targets."""
-        self.unused = 0
+        self.unused, self._differentiable = 0, False
+        kind, used, versions, whole = self._kind, self._used, self._used_versions, self._whole
+        if whole and len(which) == len(kind) == kind.count(TURNED):  # the rule
+            grads = list(map(grad_of, self._parameters))
+            if all([grad is not None for grad in grads]):
+                kind[:], used[:] = [USED] * len(kind), map(weakref.ref, grads)
+                versions[:] = map(_version_of, grads)
+                return
         for i in which:
-            if self._kind[i] != RAW:
+            if kind[i] != RAW:
                 grad = self._parameters[i].grad
-                self._kind[i] = RAW if grad is None else USED
-                self._used[i] = None if grad is None else (TensorWeakRef(grad), version(grad))
+                if grad is None:
+                    kind[i], used[i] = RAW, None
+                else:
+                    kind[i], used[i] = USED, weakref.ref(grad)
+                    versions[i] = grad._version if whole else version(grad)
 
     def summed(self, numbers: Sequence[int], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients for w of these targets, from all backwards since the last step."""
         there = [grad for grad in grads if grad is not None]
         copies = iter(torch._foreach_mul(there, 1.0) if there else ())  # in a launch or two
         for n, grad in zip(numbers, grads, strict=True):
-            before = self._seen.get(n) if self._aside[n] is not None else None
+            before = self._seen.get(n) if n in self._aside else None
             if grad is not None:
                 copy = next(copies)
                 self._seen[n] = copy if before is None else before + copy
@@ -129,26 +149,28 @@ class GradientState:
     @torch.no_grad()
     def turn_fresh(self, turn: Callable[[list[bool]], None]) -> None:
         """Have the fresh gradients turned, and add them to those of earlier backwards."""
+        if not self._aside and self._kind.count(TURNED) == len(self._kind):
+            return  # so they are after every backward
         if any(self._kind):
             fresh = [self.fresh(i) for i in range(len(self._kind))]
         else:
-            fresh = [p.grad is not None for p in self._parameters]
+            fresh = [grad is not None for grad in map(grad_of, self._parameters)]
         if any(fresh):
             if not all(fresh):  # also where this backward did not reach: through the budget it adds something there
                 self.set_aside(fresh)
             turn(fresh)
-            grads = [p.grad for p in self._parameters]
+            grads = list(map(grad_of, self._parameters))
             self._kind[:] = [RAW if grad is None else TURNED for grad in grads]
             self._lacks_decay = [True] * len(grads)
             self._first = None if grads[0] is None else TensorWeakRef(grads[0])
-        for i, before in enumerate(self._aside):
-            if before is not None:
-                parameter, self._aside[i] = self._parameters[i], None
-                if parameter.grad is None:
-                    parameter.grad = before
-                else:
-                    parameter.grad.add_(before)
-                self.turned(i)
+        while self._aside:
+            i, before = self._aside.popitem()
+            parameter = self._parameters[i]
+            if parameter.grad is None:
+                parameter.grad = before
+            else:
+                parameter.grad.add_(before)
+            self.turned(i)
 
     def set_aside(self, fresh: Sequence[bool] | None = None) -> None:
         """Put gradients for θ where nothing is added to them, until fresh ones are turned."""
@@ -160,19 +182,22 @@ class GradientState:
         grad = self._parameters[i].grad
         if grad is not None and self._kind[i] != RAW:
             mine = grad.clone() if grad._is_view() else grad  # a view of DDP's bucket is written to again
-            before = self._aside[i]
+            before = self._aside.get(i)
             self._aside[i] = mine if before is None else before + mine
             self._parameters[i].grad, self._kind[i] = None, RAW
 
     def _begin(self, task: int) -> None:
         """The first gradient of a backward is there."""
         reentrant = _inside_checkpoint()
-        if not self._raw and self._task != -1 and not reentrant:
-            self._aside = [None] * len(self._aside)  # the last backward failed, and never came to its end
+        if not self._raw and self._task[0] != -1 and not reentrant:
+            self._aside = {}  # the last backward failed, and never came to its end
         grad, turned = self._parameters[0].grad, self._kind[0] == TURNED and self._first is not None
         cleared = turned and (grad is None or self._first() is not grad)  # type: ignore[misc]
         self.unused = self.unused + 1 if cleared else self.unused
-        self._task, self._raw = task, False
+        self._task[0], self._raw = task, False
+        if all([grad is None for grad in map(grad_of, self._parameters)]):
+            self._kind[:] = [RAW] * len(self._kind)
+        self._differentiable = self._differentiable or torch.is_grad_enabled()  # backward(create_graph=True)
         me, engine = weakref.ref(self), torch.autograd.Variable._execution_engine
 
         def end() -> None:
@@ -183,7 +208,7 @@ class GradientState:
         engine.queue_callback(lambda: engine.queue_callback(end))
 
     def _end(self, reentrant: bool) -> None:
-        self._task = -1
+        self._task[0] = -1
         self._raw = reentrant or self.left_for_the_step()
         turn = self._turn()
         if not self._raw and turn is not None and not self.paused:
@@ -203,31 +228,30 @@ class GradientState:
         compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
         if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
             return True
-        return any(p.grad is not None and p.grad.requires_grad for p in self._parameters)
+        return self._differentiable
 
 
-def _hook(me: "weakref.ref[GradientState]", kind: list[int], i: int) -> Callable[[Any], None]:
+def _hook(me: "weakref.ref[GradientState]", kind: list[int], now: list[int], i: int) -> Callable[[Any], None]:
     """What is done when target i's gradient is accumulated: before it is, but after it where FSDP2 does that."""
     task_of = torch._C._current_graph_task_id
 
     def accumulates(_: Any) -> None:
-        state = me()
-        if state is not None:
-            task = task_of()
-            if task != state._task:
-                state._begin(task)
-            if kind[i] != RAW:
-                if not state._sharded and not state.fresh(i):
-                    state._put_aside(i)
-                kind[i] = RAW
+        task = task_of()
+        if task != now[0] or kind[i] != RAW:
+            state = me()
+            if state is not None:
+                if task != now[0]:
+                    state._begin(task)
+                if kind[i] != RAW:
+                    if not state._sharded and not state.fresh(i):
+                        state._put_aside(i)
+                    kind[i] = RAW
 
     return accumulates
 
 
 def _inside_checkpoint() -> bool:
     """Whether this is a backward within another, of `torch.utils.checkpoint` with `use_reentrant=True`."""
-    from torch.utils.checkpoint import CheckpointFunction
-
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not CheckpointFunction.backward.__code__:
         frame = frame.f_back

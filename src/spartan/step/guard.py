@@ -17,6 +17,7 @@ from spartan.solvers.theta import copy_all
 from spartan.step.weights import Weights, watched_parts
 
 OFTEN = 4  # steps between two looks at the flags of an accelerator
+_version_of = operator.attrgetter("_version")
 FAR = 1e-3  # a mask this far from its budget, as a fraction of it, deserves a word; 1e-6 is the rule
 
 
@@ -34,7 +35,9 @@ class Guard:
     def __init__(self, weights: Weights, model: nn.Module) -> None:
         self.weights, self.targets, self.ranks = weights, weights.problem.targets, weights.problem.ranks
         self._parameters = [target.parameter for target in self.targets]
-        self._whole = not any(map(is_dtensor, self._parameters))
+        # Where modules hold them, and under which names.
+        self._slots = [t.owner._parameters for t in self.targets], [t.attribute for t in self.targets]
+        self.whole = not any(map(is_dtensor, self._parameters))
         self._fsdp = fsdp_modules(model) if not self.ranks.alone else []
         self._versions: list[int] = []
         self.perturbed: Callable[[], bool] = lambda: False  # whether weights are moved for a while, and put back
@@ -51,8 +54,9 @@ class Guard:
 
     def same_tensors(self) -> None:
         """The model must hold the parameters that the run was built for."""
-        held = [target.owner._parameters.get(target.attribute) for target in self.targets]
-        where = [p.data_ptr() for p in self._parameters] if self._whole else None
+        # With `map` all of this is C: it runs twice in every step.
+        held = list(map(dict.get, *self._slots))
+        where = list(map(Tensor.data_ptr, self._parameters)) if self.whole else None
         same = all(map(operator.is_, held, self._parameters))
         if same and where is not None and where == self._where:
             return
@@ -79,8 +83,8 @@ class Guard:
         self._sums = None if anew else self._sums
 
     def _versions_now(self) -> list[int]:
-        if self._whole:
-            return [p._version for p in self._parameters]
+        if self.whole:
+            return list(map(_version_of, self._parameters))
         return [version(p) for p in self._parameters]
 
     def _checksums(self) -> Tensor:
@@ -158,9 +162,10 @@ class Guard:
         if not self._waits:
             for part, mine in zip(self.weights.parts, self.weights.local(which), strict=True):
                 if mine:
-                    grads: list[Tensor | None] = [None] * len(part.problem.targets)
-                    for i in mine:
-                        grads[i] = part.problem.targets[i].parameter.grad
+                    grads: list[Tensor | None] = [target.parameter.grad for target in part.problem.targets]
+                    if len(mine) < len(grads):
+                        some = set(mine)
+                        grads = [grad if i in some else None for i, grad in enumerate(grads)]
                     part.check_gradients(grads)
             return
         bad = self.agree(_first_non_finite((i, self.targets[i].local_grad) for i in which))

@@ -16,7 +16,7 @@ from spartan.problem.schedules import Moment
 from spartan.solvers.theta import copy_all
 from spartan.solvers.torch import TorchSolver
 from spartan.step import look
-from spartan.step.gradients import GradientState
+from spartan.step.gradients import GradientState, grad_of
 from spartan.step.guard import Guard
 from spartan.step.weights import Weights
 
@@ -41,6 +41,7 @@ class Run:
         self.weights = Weights(problem, method, kernels)
         self.guard = Guard(self.weights, model)
         self._ddp = replicas(model)
+        self._decays = False  # whether what the method declared for the last gradients has a decay
         self.kept: list[int] | None = None  # units kept, where counting takes all processes
         self.sent = self._sent_before = 0  # bytes that processes exchanged for the last choice of masks, and until then
         self.set_budgets()
@@ -112,15 +113,22 @@ class Run:
 
     def _turn(self, fresh: Sequence[bool]) -> None:
         """Turn these gradients."""
+        self._decays = False
         for part, form in self.weights.each(self.at):
-            numbers = part.problem.numbers
-            grads = [t.local_grad if fresh[n] else None for t, n in zip(part.problem.targets, numbers, strict=True)]
+            numbers, targets = part.problem.numbers, part.problem.targets
+            if all(fresh) and self.guard.whole:
+                grads = [grad_of(t.parameter) for t in targets]
+            else:
+                grads = [t.local_grad if fresh[n] else None for t, n in zip(targets, numbers, strict=True)]
+            self._decays = self._decays or (form is not None and form.decay is not None)
             if isinstance(part, TorchSolver) and self.method.observes(self.at):
                 self.method.observe(part, self.gradients.summed(numbers, grads), self.at)
             self._replace_gradients(part.problem, grads, part.turn(form, grads))
 
     def _replace_gradients(self, problem: Problem, old: Sequence[Tensor | None], new: Sequence[Tensor | None]) -> None:
         """Put turned gradients where the others were."""
+        if new is old:
+            return
         changed = []
         for target, before, after in zip(problem.targets, old, new, strict=True):
             if before is None:
@@ -135,7 +143,7 @@ class Run:
     @torch.no_grad()
     def _add_decay(self, mine: Sequence[int], scale: Tensor | None) -> None:
         """Add what the method adds whatever the loss: once per step, unscaled, or scaled where gradients still are."""
-        for part, form in self.weights.each(self.at):
+        for part, form in self.weights.each(self.at) if self._decays else ():
             if form is None or form.decay is None or not isinstance(part, TorchSolver):
                 continue
             where = [(i, n) for i, n in enumerate(part.problem.numbers) if n in set(mine)]
@@ -239,6 +247,9 @@ class Run:
 
     def _add_up(self) -> None:
         """The bytes that processes have exchanged since the last time."""
+        if self.problem.ranks.alone:
+            self.sent = 0
+            return
         ranks = {id(part.ranks): part.ranks for part in (self.problem, *self.weights.problems)}
         sent = sum(each.sent for each in ranks.values())
         self.sent, self._sent_before = sent - self._sent_before, sent

@@ -31,6 +31,7 @@ class Launcher:
     def __init__(self, problem: Problem, flags: Flags) -> None:
         # The parameters themselves: someone may give them other memory.
         self.parameters = [t.parameter for t in problem.targets]
+        self._strides = [p.stride() for p in self.parameters]
         self.problem, self.bad, device = problem, flags.bad, flags.bad.device
         self.numbers = torch.tensor(problem.numbers, dtype=torch.int32).to(device)
         sizes = [t.numel for t in problem.targets]
@@ -43,7 +44,7 @@ class Launcher:
     def some(self, which: Sequence[int]) -> list[Tensor | None]:
         """The parameters of these targets, None for the others."""
         if len(which) == len(self.parameters):
-            return list(self.parameters)
+            return self.parameters  # type: ignore[return-value]
         chosen = set(which)
         return [p if i in chosen else None for i, p in enumerate(self.parameters)]
 
@@ -54,7 +55,8 @@ class Launcher:
     def write(self, key: Any, launch: Callable[[], None], parameters: Grads | None = None) -> None:
         """Launch what writes to parameters, and tell torch that they have changed."""
         self.replay(key, launch)
-        written = [p for p in (self.parameters if parameters is None else parameters) if p is not None]
+        all_of_them = parameters is None or parameters is self.parameters
+        written = self.parameters if all_of_them else [p for p in parameters or () if p is not None]
         torch.autograd.graph.increment_version(written)  # behind torch's back
 
     def aligned(self, *tables: Addresses) -> bool:
@@ -65,8 +67,16 @@ class Launcher:
         """The types of gradients and θ."""
         return {"GRAD": next((DTYPES[g.dtype] for g in grads if g is not None), self.dtype), "DTYPE": self.dtype}
 
-    def laid_out(self, grads: Grads) -> list[Tensor | None]:
-        """Gradients in the order of their parameters' memory, which kernels take as it lies."""
+    def alike(self, grads: Grads) -> bool:
+        """Whether gradients lie in memory as their parameters do, which kernels take as it lies."""
+        if all([g is not None for g in grads]):
+            return list(map(Tensor.stride, grads)) == self._strides  # type: ignore[arg-type]  # C, for every step
+        return all(g is None or g.stride() == stride for g, stride in zip(grads, self._strides, strict=True))
+
+    def laid_out(self, grads: Grads) -> Grads:
+        """The same gradients, in the order of their parameters' memory."""
+        if self.alike(grads):
+            return grads
         found = list(grads)
         for i, (target, g) in enumerate(zip(self.problem.targets, grads, strict=True)):
             if g is not None and g.stride() != target.parameter.stride():

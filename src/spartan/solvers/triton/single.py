@@ -48,8 +48,7 @@ class TritonSolver(KernelGradients):
 
     def check_gradients(self, grads: Grads) -> None:
         """Name the first gradient that is not finite, and take them all away if there is one."""
-        lie = zip(grads, self.kernels.parameters, strict=True)
-        if all(g is None or (g.stride() == p.stride() and not g.is_sparse) for g, p in lie):
+        if self.kernels.alike(grads):
             self.kernels.check(grads)
         else:
             super().check_gradients(grads)

@@ -163,12 +163,9 @@ class States:
 
     def tell(self, numbers: list[list[float]]) -> None:
         """Fill in what the host knows, `TOLD` numbers a segment, without waiting for the device."""
-        changed = [
-            (s, place)
-            for s, row in enumerate(numbers)
-            for place, number in enumerate(row)
-            if not self._told or self._told[s][place] != number
-        ]
+        told = self._told or [[]] * len(numbers)
+        rows = [(s, row, was) for s, (row, was) in enumerate(zip(numbers, told, strict=True)) if row != was]
+        changed = [(s, i) for s, row, was in rows for i, number in enumerate(row) if not was or was[i] != number]
         self._told = numbers
         capturing = self.floats.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if len(changed) <= FEW or capturing:  # a graph would go on reading the host's memory

@@ -127,11 +127,13 @@ class Addresses:
     """
 
     aligned = True  # to 16 bytes, all of them
+    remembered = 8  # gradients of one step often lie where those of an earlier one did
 
     def __init__(self, device: torch.device, fixed: bool = False, before: Callable[[], None] | None = None) -> None:
         self.device, self.fixed, self._before = device, fixed, before
         self._list: Sequence[Tensor | None] | None = None  # the last one, which is to live as long as the table
         self._last: list[int] = []
+        self._sent: dict[tuple[int, ...], Tensor] = {}  # on the host, ready to be copied once more
         # It stays where it is: graphs replay its address.
         self._table = torch.empty(0, dtype=torch.int64, device=device)
 
@@ -140,6 +142,8 @@ class Addresses:
         if self.fixed and tensors is self._list:
             return self._table
         self._list = tensors
+        if all([t is not None for t in tensors]):
+            return self._at(list(map(Tensor.data_ptr, tensors)))  # type: ignore[arg-type]  # C, for every step
         return self._at([0 if t is None else t.data_ptr() for t in tensors])
 
     @property
@@ -157,9 +161,15 @@ class Addresses:
         if now != self._last:
             if self._before is not None:
                 self._before()
-            table = torch.tensor(now, dtype=torch.int64)
-            if self.device.type == "cuda":
-                table = table.pin_memory()  # from there the copy is queued, and the host goes on
+            key = tuple(now)
+            table = self._sent.get(key)
+            if table is None:
+                table = torch.tensor(now, dtype=torch.int64)
+                if self.device.type == "cuda":
+                    table = table.pin_memory()  # from there the copy is queued, and the host goes on
+                if len(self._sent) == self.remembered:
+                    self._sent.pop(next(iter(self._sent)))
+                self._sent[key] = table
             if len(self._last) != len(now):
                 self._table = torch.empty_like(table, device=self.device)
             self._table.copy_(table, non_blocking=True)

@@ -157,15 +157,21 @@ class Limits:
             self.cheapest.append(min(prices))
             self.alike.append(len(prices) == 1)
             self.exact.append((math.fsum(x for x, _ in halves), math.fsum(x for _, x in halves)))
+        self._last: tuple[list[float], list[list[float]]] = [], []  # budgets do not change at every step
         each = zip(self.grids, self.totals, self.exact, self.cheapest, self.alike, strict=True)
         rows = [(grid.step, total, *x, slack(0.0, c, a), slack(1.0, 0.0, a)) for grid, total, x, c, a in each]
         self._rows = torch.tensor(rows, dtype=torch.float64).to(device).unbind(1)
 
     def of_numbers(self, k: Sequence[float], beta: Sequence[float]) -> list[list[float]]:
         """From budgets that the host knows."""
+        if self._last[0] != k:
+            self._last = list(k), self._rows_of(k)
+        return [[coarse, k, total, b, fine] for (coarse, k, total, fine), b in zip(self._last[1], beta, strict=True)]
+
+    def _rows_of(self, k: Sequence[float]) -> list[list[float]]:
         found = []
-        each = zip(k, beta, self.grids, self.totals, self.exact, self.cheapest, self.alike, strict=True)
-        for budget, b, grid, total, exact, cheapest, alike in each:
+        each = zip(k, self.grids, self.totals, self.exact, self.cheapest, self.alike, strict=True)
+        for budget, grid, total, exact, cheapest, alike in each:
             budget = min(budget, total)
             coarse = math.floor(budget / grid.step) * grid.step
             fine = (budget - coarse) + slack(budget, cheapest, alike)
@@ -173,7 +179,7 @@ class Limits:
                 coarse, fine = coarse + math.floor(fine / grid.step) * grid.step, 0.0
             if budget >= total or (coarse - exact[0]) + (fine - exact[1]) >= 0.0:
                 coarse = math.inf
-            found.append([coarse, budget, total, b, fine])
+            found.append([coarse, budget, total, fine])
         return found
 
     def of_tensor(self, k: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class KernelGradients(FormReader):
             stretches[i] = stretches[i][0] if stretches[i][1] else piece, piece + 1
         self._stretches = torch.tensor(stretches, dtype=torch.int64).to(self.device)
 
-    def turn(self, form: Form | None, grads: Grads) -> list[Tensor | None]:
+    def turn(self, form: Form | None, grads: Grads) -> Grads:
         """Gradients for w into gradients for θ, in place."""
         assert form is not None
         turned = self.kernels.laid_out(self.with_missing(form, grads))
@@ -54,7 +54,7 @@ class KernelGradients(FormReader):
         """Through the mask, in place: the slope of a soft one goes to what ranks."""
         x, p, reading = self.kernels, self.ranked, self.reading(form)
         assert reading is not None
-        kinds, to_grads = self._of_gradients(grads), x.to_grads.of(grads)
+        kinds, to_grads = self._of_gradients(grads), x.to_grads.table
         if isinstance(form.mask, Stored):
             masked = to_grads, reading.masks, x.pieces.table
             x.replay(("times", kinds["GRAD"]), lambda: x.run(gradient.times_mask, *masked, GRAD=kinds["GRAD"]))
@@ -106,8 +106,7 @@ class KernelGradients(FormReader):
     def add_decay(self, form: Form, grads: Grads, scale: Tensor | None = None) -> None:
         """Add to gradients for θ what the form adds whatever the loss."""
         assert form.decay is not None
-        alike = all(g is None or g.stride() == p.stride() for g, p in zip(grads, self.kernels.parameters, strict=True))
-        if self.reading(form) is None or not alike:
+        if self.reading(form) is None or not self.kernels.alike(grads):
             super().add_decay(form, grads, scale)
         else:
             self._where_or_decay(form, form.decay, grads, self._decay_there, scale, True)
@@ -129,7 +128,7 @@ class KernelGradients(FormReader):
         numbers = there.of([each(n, s) for s in range(len(self.problem.segments)) for n in (by.a, by.b, by.c)])
         kinds = {"KEPT": reading.kind, "MORE": more, "DECAY": decay, **self._of_gradients(grads)}
         sources = x.to_thetas.of(self._theta.views), reading.ranks, reading.masks, more_masks, numbers, scale
-        tables = x.to_grads.of(grads), *sources, p.table, p.segments, p.factors
+        tables = x.to_grads.table, *sources, p.table, p.segments, p.factors
         states = reading.states.floats, reading.states.ints, *self._b_there
 
         def launch() -> None:
