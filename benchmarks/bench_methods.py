@@ -2,9 +2,9 @@
 
     python benchmarks/bench_methods.py --csv benchmarks/method_steps.csv
 
-WRN-22-2 at the CIFAR-10 recipe's batch of 256, compiled, bf16 autocast, in the middle of a run (no mask is fixed, no warm-up
-changes the budget). One model serves all methods, so that only what they add differs; methods are timed in turn, several
-rounds, and the median counts. Memory is the peak over the dense step's.
+WRN-22-2 at the CIFAR-10 recipe's batch of 256, compiled, bf16 autocast, in the middle of a run of the recipe's 40 epochs (no
+mask is fixed, no warm-up changes the budget). One model serves all methods, so that only what they add differs; methods are
+timed in turn, several rounds, and the median counts. Memory is the peak over the dense step's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def main() -> None:
     # "fixed" makes no zeros, and the model has none.
     names = args.methods.split(",") if args.methods else [e.name for e in spartan.methods() if e.name != "fixed"]
     names = ["dense", *(n for n in names if n != "dense")]
-    model = build_model(load_recipe("cifar10-wrn22").model, 10, (3, 32, 32)).to(device)
+    recipe = load_recipe("cifar10-wrn22")
+    model, total = build_model(recipe.model, 10, (3, 32, 32)).to(device), recipe.epochs * (50_000 // args.batch)
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     start = {k: v.clone() for k, v in model.state_dict().items()}
     forward = torch.compile(model, mode="reduce-overhead") if device.type == "cuda" else model
@@ -54,7 +55,7 @@ def main() -> None:
     for _ in range(args.rounds):
         for name in names:
             model.load_state_dict(start)
-            ms, peak = one(name, model, forward, x, y, args.sparsity, args.steps)
+            ms, peak = one(name, model, forward, x, y, args.sparsity, args.steps, total)
             found[name].append(ms)
             memory[name] = peak
     dense = statistics.median(found["dense"])
@@ -82,15 +83,16 @@ def main() -> None:
 
 
 def one(
-    name: str, model: nn.Module, forward: Any, x: torch.Tensor, y: torch.Tensor, sparsity: float, steps: int
+    name: str, model: nn.Module, forward: Any, x: torch.Tensor, y: torch.Tensor, sparsity: float, steps: int, total: int
 ) -> tuple[float, float]:
     """Milliseconds and peak MiB of a step of one method, with its optimizer and all that the method keeps."""
     gc.collect()  # of the one before
     before = torch.cuda.memory_allocated() if x.device.type == "cuda" else 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    sparsifier = spartan.Sparsifier(model, sparsity, 10 * steps, name, count="model").attach(optimizer)
+    sparsifier = spartan.Sparsifier(model, sparsity, total, name, count="model").attach(optimizer)
     run = sparsifier._run
-    run.at = replace(run.at, step=min(run.at.freeze_step, 10 * steps) // 2)
+    middle = (run.at.warmup_steps + run.at.freeze_step) // 2
+    run.at = replace(run.at, step=max(0, min(middle, run.at.freeze_step - 4 * steps)))
     run.solve()
     run.write()
 

@@ -1,6 +1,7 @@
 """What a sparse training step costs over a dense one: models side by side in one run, in interleaved rounds.
 
     python benchmarks/bench_step.py --model resnet50                    # H200: batch 256, bf16, channels_last, compiled
+    python benchmarks/bench_step.py --model resnet50 --runs all         # every method
     python benchmarks/bench_step.py --model vit_b_16 --block 16
     python benchmarks/bench_step.py --model resnet50 --budget erk       # a budget for every layer
     python benchmarks/bench_step.py --model resnet50 --finetune         # with the mask fixed
@@ -29,13 +30,14 @@ import statistics
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from spartan import IMP, Block, Sparsifier, Spartan, TopKAST, constant, linear, prune
+from spartan import Block, Sparsifier, Spartan, constant, linear, prune
 from spartan.methods.base import Method
+from spartan.methods.registry import as_method
 from spartan.zoo import WideResNet, torchvision
 
 HERE = Path(__file__).parent
@@ -49,7 +51,7 @@ COLUMNS = [
 HEADS = ("step", "ratio", "over", "in step", "peak", "passes", "floor", "floor", "in step")
 UNITS = ("ms", "", "ms", "ms", "B/weight", "", "B/w", "ms", "× floor")
 WIDTHS = (9, 7, 8, 8, 9, 6, 7, 8, 8)
-RUNS = ["dense-eager", "dense", "dense-zeros", "spartan", "topkast", "imp"]
+RUNS = ["dense-eager", "dense", "dense-zeros", "spartan", "topkast", "imp"]  # by default
 BATCH = {"resnet50": 256, "vit_b_16": 256, "wrn22": 256}
 # The bar that is held up: at most this much over the dense compiled step, and this many bytes per weight.
 MOST_OVER, MOST_BYTES = 0.015, 5.0
@@ -63,18 +65,55 @@ def build_model(name: str) -> nn.Module:
 
 
 def build_method(name: str, beta: float | None) -> Method | None:
-    spartan = Spartan() if beta is None else Spartan(beta=constant(beta))
-    return {"spartan": spartan, "topkast": TopKAST(), "imp": IMP()}.get(name)
+    if name.startswith("dense"):
+        return None
+    return Spartan(beta=constant(beta)) if name == "spartan" and beta is not None else as_method(name)
+
+
+class Traffic(NamedTuple):
+    """Bytes per float32 weight that a method's own passes read and write, beside those that all have.
+
+    turn        gradients for w into those for θ          g θ, then g θ → g is 20; g θ → g 12; g and a mask → g 9
+    choose      beside the search, which reads 4 a pass
+    write       θ → p is 8, and what else w is made from
+    learn       the optimizer's update of what the method learns, SGD with momentum: p g v → p v is 20
+    """
+
+    turn: float
+    choose: float = 0.0
+    write: float = 8.0
+    learn: float = 0.0
+    search: str = "topk"  # which search it is: that of magnitudes, of others by name, or none
+
+
+TRAFFIC = {
+    "spartan": Traffic(20.0),
+    "topkast": Traffic(0.0),
+    "imp": Traffic(12.0),
+    "feather": Traffic(12.0),
+    "st3": Traffic(0.0, choose=4.0),  # what is kept of every row
+    "srste": Traffic(12.0),
+    "acdc": Traffic(9.0, write=9.0, search=""),
+    "static": Traffic(9.0, write=9.0, search=""),
+    "set": Traffic(9.0, write=9.0, search=""),
+    "rigl": Traffic(9.0, write=9.0, search=""),
+    "svite": Traffic(9.0, write=9.0, search=""),
+    "powerprop": Traffic(12.0),
+    "movement": Traffic(12.0 + 9.0, choose=5.0, write=9.0, learn=20.0, search="score"),  # scores → mask
+    "optg": Traffic(12.0 + 9.0, choose=5.0 + 16.0, write=9.0, learn=20.0, search="score"),  # S step → S step
+    "spartan-learned": Traffic(12.0 + 20.0, write=12.0, learn=20.0, search="learned"),
+    "str": Traffic(12.0 + 12.0, choose=8.0, write=12.0, search="ranks"),
+    # g θ s m → G, g m → g; Adam's s u v G → s u v; s → s within the budget; s → m
+    "probmask": Traffic(20.0 + 12.0, choose=28.0 + 8.0 + 8.0, write=12.0, search=""),
+}
 
 
 def floor(run: str, passes: int, density: float, unit: int, finetune: bool) -> float:
-    """Bytes per float32 weight that the passes of a step read and write.
+    """Bytes per float32 weight that the passes of a step read and write: `TRAFFIC`, and
 
         check        g                              4
-        transform    Spartan: g θ, then g θ → g    20    IMP: g θ → g  12    Top-KAST: nothing
         put, take    θ → p, p → θ                  16
-        choose       u, once a pass                 4 each; with blocks θ → u once, then u, a number per block
-        project      θ → p                          8
+        search       u, once a pass                 4 each; with blocks θ → u once, then u, a number per block
 
     With the mask fixed, only kept places (index, θ and m; their share d is the density) and zeros are moved. Memory
     moves in runs of 32 bytes, of which s = 1 − (1 − d)⁸ have a kept place: check 4, transform 4s + 8d + 4,
@@ -82,15 +121,18 @@ def floor(run: str, passes: int, density: float, unit: int, finetune: bool) -> f
     """
     if finetune:
         return 12.0 + 12.0 * (1.0 - (1.0 - density) ** 8) + 36.0 * density
-    choose = 4.0 * passes if unit == 1 else 4.0 + (8.0 + 4.0 * passes) / unit
-    return 4.0 + {"spartan": 20.0, "imp": 12.0, "topkast": 0.0}[run] + 16.0 + choose + 8.0
+    own = TRAFFIC[run]
+    search = 4.0 * passes if unit == 1 else 4.0 + (8.0 + 4.0 * passes) / unit
+    return 4.0 + 16.0 + own.turn + own.choose + own.write + own.learn + search
 
 
-def passes_of(sparsifier: Sparsifier) -> int:
+def passes_of(sparsifier: Sparsifier, run: str) -> int:
     """How often the last search of the threshold and the mask read the weights, ties included; two in plain torch."""
-    if sparsifier.stats.phase == "finetune":
+    search = TRAFFIC[run].search
+    if sparsifier.stats.phase == "finetune" or not search:
         return 0
-    topks = [part.topk for part in sparsifier._run.weights.solving if part.name == "triton"]  # type: ignore[attr-defined]
+    parts: list[Any] = [part for part in sparsifier._run.weights.solving if part.name == "triton"]
+    topks = [part.topk if search == "topk" else part.topk_of(search) for part in parts]
     if not topks:
         return max(2, sparsifier.stats.passes)
     from spartan.solvers.triton.state import PASSES, TIES
@@ -246,7 +288,7 @@ def compare(args: argparse.Namespace) -> None:
         if run.sparsifier is not None:
             stats, weights = run.sparsifier.stats, sum(layer.parameters for layer in run.sparsifier.layers())
             peak = (run.peak - dense.peak) / weights if device.type == "cuda" else math.nan
-            passes = passes_of(run.sparsifier)
+            passes = passes_of(run.sparsifier, run.name)
             bytes_each = floor(run.name, passes, stats.density, args.block**2, args.finetune)
             least = bytes_each * weights / speed * 1e3
             more = run.inside_ms - dense.inside_ms
@@ -373,7 +415,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(BATCH), default="resnet50")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS, help="which; a dense one is always among them")
+    parser.add_argument(
+        "--runs", nargs="+", choices=[*RUNS[:3], *TRAFFIC, "all"], default=RUNS,
+        help="which, or all; a dense one is always among them",
+    )  # fmt: skip
     parser.add_argument("--batch", type=int, help="default 256")
     parser.add_argument("--size", type=int, help="pixels a side; default 224, or 32 for wrn22")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], help="of autocast; default bf16 on cuda, fp32 on cpu")
@@ -404,6 +449,8 @@ def arguments() -> argparse.Namespace:
             "vit_b_16": ["conv_proj.*", "heads.*"],
             "wrn22": ["conv.*", "head.*"],
         }[args.model]
+    if "all" in args.runs:
+        args.runs = ["dense", *TRAFFIC]
     if not any(name.startswith("dense") for name in args.runs):
         args.runs = ["dense", *args.runs]
     return args

@@ -147,7 +147,7 @@ class Sparsifier:
         self._attachment = Attachment(self._targets)
         self._run.guard.perturbed = lambda: self._attachment.perturbed
         self._riding: Riding | None = None
-        self._owner: list[int] = []  # index of the optimizer that trains each target
+        self._mine: list[list[int]] = []  # the targets that each optimizer trains
         self._lent = False  # inside dense_weights()
         self._averages: list[Average] = []
         self._followers: list[Follower] = []
@@ -196,8 +196,8 @@ class Sparsifier:
         mine = self._attachment
         if mine.optimizers:
             raise RuntimeError("this sparsifier is attached already; detach() it first")
-        self._owner = mine.attach(optimizers, partial(step, self))
-        first, learned = mine.optimizers[self._owner[0]], self._run.weights.learned()
+        self._mine = mine.attach(optimizers, partial(step, self))
+        first, learned = mine.first, self._run.weights.learned()
         if learned:
             add_learned(first, learned, self.method.learned_options)
         self._run.gradients.paused = False
@@ -209,12 +209,12 @@ class Sparsifier:
         """Give the optimizers their own step back. The model keeps the sparse weights it holds."""
         learned = self._run.weights.learned()
         if self._attachment.optimizers and learned:
-            remove_learned(self._attachment.optimizers[self._owner[0]], learned)
+            remove_learned(self._attachment.first, learned)
         if self._riding is not None:
             self._riding.close()
         self._riding, self._run.gradients.paused = None, True
         self._attachment.detach()
-        self._owner = []
+        self._mine = []
         return self
 
     # ------------------------------------------------------------------ the step

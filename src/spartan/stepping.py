@@ -26,7 +26,7 @@ def step(
             "this optimizer is a copy of one that a sparsifier is attached to. Copy model, optimizer and sparsifier "
             "together, or attach() a sparsifier of its own to the copy."
         )
-    mine = [i for i, j in enumerate(self._owner) if j == me]
+    mine = self._mine[me]
     if closure is None and only_creates_state(optimizer, run.guard.agree):
         with torch.no_grad():
             run.weights.put(mine)  # the state is that of θ, which stays as it is

@@ -114,8 +114,8 @@ class Method(ABC):
 
 def scaled_beta(beta: Schedule, scale: bool, problem: Problem, at: Moment) -> list[float]:
     """β of every segment; with `scale` its end grows by √n for units of n entries: their mean varies √n times less."""
-    found = []
-    for s in range(len(problem.segments)):
-        size = problem.unit_size(s) if scale else None
-        found.append((beta if size is None else beta.scaled(size**0.5)).at(at.progress))
-    return found
+    sizes = [problem.unit_size(s) if scale else None for s in range(len(problem.segments))]
+    each = {
+        size: (beta if size is None or size == 1 else beta.scaled(size**0.5)).at(at.progress) for size in set(sizes)
+    }
+    return [each[size] for size in sizes]

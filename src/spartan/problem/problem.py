@@ -95,6 +95,9 @@ class Problem:
 
     def _divide(self) -> None:
         """Where segments begin and end."""
+        self._budgets: tuple[float, list[float]] = math.nan, []
+        sizes = [{self.sizes[i] for i in segment.targets} for segment in self.segments]
+        self._unit_sizes = [of.pop() if len(of) == 1 else None for of in sizes]
         self.segment_of = [0] * len(self.targets)
         self.first_position = [0] * len(self.targets)  # of a target's units in its segment
         for number, segment in enumerate(self.segments):
@@ -128,12 +131,13 @@ class Problem:
 
     def budgets(self, grown: float) -> list[float]:
         """k of every segment, when the sparsity has grown to that fraction of the final one."""
-        return [segment.budget(self.pattern, grown) for segment in self.segments]
+        if self._budgets[0] != grown:  # they change in the warm-up only
+            self._budgets = grown, [segment.budget(self.pattern, grown) for segment in self.segments]
+        return list(self._budgets[1])
 
     def unit_size(self, segment: int) -> int | None:
         """Entries per unit, where all units of the segment have as many."""
-        sizes = {self.sizes[i] for i in self.members(segment)}
-        return sizes.pop() if len(sizes) == 1 else None
+        return self._unit_sizes[segment]
 
     def reduce(self, i: int, x: Tensor) -> Tensor:
         """The sum over each unit of target i of a tensor of its local shape."""

@@ -132,6 +132,10 @@ class Moment:
         """Progress to the freeze, 0 to 1: what β follows."""
         return min(1.0, self.step / self.freeze_step) if self.freeze_step else 1.0
 
+    def next(self) -> "Moment":
+        """One step later."""
+        return Moment(self.step + 1, self.total_steps, self.warmup_steps, self.freeze_step, self.seed)
+
     @classmethod
     def start(cls, total_steps: int, warmup: float, finetune: float, seed: int) -> "Moment":
         """Step 0 of a run, with its arguments checked."""

@@ -1,9 +1,11 @@
 """What a solver is, and which one answers a part of the problem."""
 
 import importlib.util
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +18,7 @@ KERNELS = ("auto", "triton", "torch")
 FINE = torch.iinfo(torch.int32).max  # a flag that names no target
 
 Grads = Sequence[Tensor | None]  # one per target, where there is one
+there = partial(operator.is_not, None)  # whether it is; with `map` all of it is C, for what runs in every step
 
 
 @dataclass(frozen=True)

@@ -279,7 +279,7 @@ class ChunkSolver(TorchSolver):
             if soft:
                 parameter.mul_(self._soft(piece, _scores(piece), piece.room[0]))
 
-    def turn(self, form: Form | None, grads: Grads) -> list[Tensor | None]:
+    def turn(self, form: Form | None, grads: Grads) -> Grads:
         """Gradients through the soft mask, or zero where not kept, in place."""
         assert form is not None
         pairs = zip(grads, self.problem.targets, strict=True)

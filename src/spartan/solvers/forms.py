@@ -11,6 +11,7 @@ A is what is kept, B a larger set that some methods also train; both come from a
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -78,8 +79,7 @@ class VJP(Enum):
     THROUGH = "m·g, and the slope of m"
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """What a method declares for a moment.
 
     Args:

@@ -82,7 +82,7 @@ class FrozenSolver(Solver):
                 flat.zero_()
                 flat[self.places[i]] = theta * mask
 
-    def turn(self, form: Form | None, grads: Grads) -> list[Tensor | None]:
+    def turn(self, form: Form | None, grads: Grads) -> Grads:
         """∂L/∂θ = g · mask: nothing for weights that are gone."""
         found: list[Tensor | None] = []
         for i, g in enumerate(grads):

@@ -14,7 +14,7 @@ from spartan.solvers.units import masked, times
 class Gradients(Masks):
     """The gradients of a part of the problem. A missing one counts as zero."""
 
-    def turn(self, form: Form | None, grads: Grads) -> list[Tensor | None]:
+    def turn(self, form: Form | None, grads: Grads) -> Grads:
         """Gradients for w into gradients for θ."""
         assert form is not None
         grads = self.with_missing(form, grads)

@@ -26,6 +26,7 @@ from torch.utils.weak import TensorWeakRef
 
 from spartan.distributed import fsdp_modules, is_dtensor, replicas, version
 from spartan.problem.targets import Target
+from spartan.solvers.base import there
 
 # What a gradient is: one for w, or none; one for θ; one for θ that an optimizer has used.
 RAW, TURNED, USED = 0, 1, 2
@@ -120,7 +121,7 @@ class GradientState:
         kind, used, versions, whole = self._kind, self._used, self._used_versions, self._whole
         if whole and len(which) == len(kind) == kind.count(TURNED):  # the rule
             grads = list(map(grad_of, self._parameters))
-            if all([grad is not None for grad in grads]):
+            if all(map(there, grads)):
                 kind[:], used[:] = [USED] * len(kind), map(weakref.ref, grads)
                 versions[:] = map(_version_of, grads)
                 return
@@ -146,11 +147,13 @@ class GradientState:
                 self._seen.pop(n, None)
         return [self._seen.get(n) for n in numbers]
 
-    @torch.no_grad()
     def turn_fresh(self, turn: Callable[[list[bool]], None]) -> None:
         """Have the fresh gradients turned, and add them to those of earlier backwards."""
-        if not self._aside and self._kind.count(TURNED) == len(self._kind):
-            return  # so they are after every backward
+        if self._aside or self._kind.count(TURNED) < len(self._kind):  # not so after any backward
+            self._turn_fresh(turn)
+
+    @torch.no_grad()
+    def _turn_fresh(self, turn: Callable[[list[bool]], None]) -> None:
         if any(self._kind):
             fresh = [self.fresh(i) for i in range(len(self._kind))]
         else:
@@ -195,7 +198,7 @@ class GradientState:
         cleared = turned and (grad is None or self._first() is not grad)  # type: ignore[misc]
         self.unused = self.unused + 1 if cleared else self.unused
         self._task[0], self._raw = task, False
-        if all([grad is None for grad in map(grad_of, self._parameters)]):
+        if not any(map(there, map(grad_of, self._parameters))):
             self._kind[:] = [RAW] * len(self._kind)
         self._differentiable = self._differentiable or torch.is_grad_enabled()  # backward(create_graph=True)
         me, engine = weakref.ref(self), torch.autograd.Variable._execution_engine

@@ -99,17 +99,18 @@ class Guard:
         """Remember what is written, to compare before the next step: writes through `.data` leave no trace in versions."""
         self._sums = self._checksums()
 
-    @torch.no_grad()
     def compare(self) -> None:
         """Flag the first target that is not as it was written, if that was remembered."""
-        if self._sums is None or self.perturbed():
-            return
-        numbers = torch.arange(len(self.targets), dtype=torch.int32, device=self._sums.device)
-        changed = torch.where(self._checksums() == self._sums, FINE, numbers).min()
+        if self._sums is not None and not self.perturbed():
+            self._compare(self._sums)
+
+    @torch.no_grad()
+    def _compare(self, sums: Tensor) -> None:
+        numbers = torch.arange(len(self.targets), dtype=torch.int32, device=sums.device)
+        changed = torch.where(self._checksums() == sums, FINE, numbers).min()
         self.weights.bad[2] = torch.minimum(self.weights.bad[2], changed)
         self._sums = None
 
-    @torch.no_grad()
     def untouched(self, write: Callable[[], None], look: bool = False) -> None:
         """The model must hold what was written into it; `write` does that again, if somebody has to look.
 
@@ -117,8 +118,11 @@ class Guard:
         """
         self.same_tensors()
         same = not look and self._versions_now() == self._versions
-        if same or self.weights.method.identity or self.perturbed():
-            return
+        if not (same or self.weights.method.identity or self.perturbed()):
+            self._look_at_values(write)
+
+    @torch.no_grad()
+    def _look_at_values(self, write: Callable[[], None]) -> None:
         # Swapping an average in and out again bumps versions too, so look at the values before complaining: written once
         # more, by the same solver, they are the same to the bit.
         held = [target.local.clone() for target in self.targets]

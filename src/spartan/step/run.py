@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,7 +82,8 @@ class Run:
     def turn(self, optimizer: Optimizer, mine: Sequence[int]) -> None:
         """Gradients for θ, with the method's decay."""
         self.backward()
-        self._add_decay(mine, getattr(optimizer, "grad_scale", None))
+        if self._decays:
+            self._add_decay(mine, getattr(optimizer, "grad_scale", None))
 
     @torch.no_grad()
     def finish(self, optimizer: Optimizer, mine: Sequence[int], advance: bool) -> None:
@@ -93,14 +93,19 @@ class Run:
                 self.weights.take(mine)
                 if not skipped(optimizer):
                     if advance:
-                        self.at = replace(self.at, step=self.at.step + 1)
+                        self.at = self.at.next()
                     self.solve()
                     self._agree()
             finally:
                 self.write()  # whatever happens, the model holds w
-        if not self.method.identity and self.at.step % max(1, self.at.total_steps // 100) == 0:
+        if self.due and not self.method.identity:
             self.guard.remember()
         self.guard.send(self.at.step)
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for what is not done at every step: a hundred times in a run."""
+        return self.at.step % max(1, self.at.total_steps // 100) == 0
 
     # ------------------------------------------------------------------ gradients
 
@@ -143,7 +148,7 @@ class Run:
     @torch.no_grad()
     def _add_decay(self, mine: Sequence[int], scale: Tensor | None) -> None:
         """Add what the method adds whatever the loss: once per step, unscaled, or scaled where gradients still are."""
-        for part, form in self.weights.each(self.at) if self._decays else ():
+        for part, form in self.weights.each(self.at):
             if form is None or form.decay is None or not isinstance(part, TorchSolver):
                 continue
             where = [(i, n) for i, n in enumerate(part.problem.numbers) if n in set(mine)]
@@ -168,23 +173,26 @@ class Run:
         for solver in self.weights.solving:
             solver.k = solver.problem.budgets(grown)
 
-    @torch.no_grad()
     def solve(self) -> None:
         """New masks for θ at this moment; from the first step of finetuning on they are fixed."""
         if not self.weights.frozen:
-            before, fixed = [solver.k for solver in self.weights.solving], self.at.phase == "finetune"
-            self.set_budgets()
-            for solver, k in zip(self.weights.solving, before, strict=True):
-                # Looking at each layer waits for the device: not at every step.
-                due = fixed or k != solver.k or self.at.step % max(1, self.at.total_steps // 100) == 0
-                if any(solver.problem.floors) and due:
-                    self._choose_above_floors(solver)
-                else:
-                    self.method.choose(solver, self.at)
-            if fixed and not self.method.identity:
-                self.weights.freeze(self.at)
-            self.count()
+            with torch.no_grad():
+                self._choose()
+                if self.at.phase == "finetune" and not self.method.identity:
+                    self.weights.freeze(self.at)
+                self.count()
         self._add_up()
+
+    def _choose(self) -> None:
+        """New masks for θ, with the budgets of this moment."""
+        before = [solver.k for solver in self.weights.solving]
+        self.set_budgets()
+        for solver, k in zip(self.weights.solving, before, strict=True):
+            # Looking at each layer waits for the device: not at every step.
+            if any(solver.problem.floors) and (k != solver.k or self.at.phase == "finetune" or self.due):
+                self._choose_above_floors(solver)
+            else:
+                self.method.choose(solver, self.at)
 
     def _choose_above_floors(self, solver: TorchSolver) -> None:
         """Choose masks; while layers keep less than their `min_density`, give them budgets of their own and choose anew."""
@@ -219,12 +227,12 @@ class Run:
                     x.copy_(torch.tensor([next(told) for _ in x], dtype=torch.float64))
                 part.go_on_from(part.solution())
 
-    @torch.no_grad()
     def write(self, anew: bool = True) -> None:
         """Put w into the model; not `anew` where it is the same as before."""
         self.guard.reshard()
         if not self.method.identity:
-            self.weights.write(self.at)
+            with torch.no_grad():
+                self.weights.write(self.at)
         self.guard.written(anew)
 
     def check_model(self, look: bool = False) -> None:

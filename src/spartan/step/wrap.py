@@ -29,6 +29,7 @@ class Attachment:
     def __init__(self, targets: Sequence[Target]) -> None:
         self.targets = list(targets)
         self.optimizers: list[Optimizer] = []  # those whose step is wrapped
+        self.first: Any = None  # the one that trains the first target
         self.round: set[int] = set()  # by number, those that have stepped since the schedule last advanced
         self.outer: list[Any] = []  # those around them, which call that step
         self.stepping = False
@@ -38,8 +39,8 @@ class Attachment:
         for target in targets:
             _ATTACHMENTS[id(target.parameter)] = self
 
-    def attach(self, optimizers: Sequence[Any], step: Step) -> list[int]:
-        """Wrap the steps of optimizers; which of them trains each target."""
+    def attach(self, optimizers: Sequence[Any], step: Step) -> list[list[int]]:
+        """Wrap the steps of optimizers; the targets that each of them trains."""
         inner = [unwrapped(optimizer) for optimizer in optimizers]
         owner = check_optimizers(inner, self.targets)
         self.optimizers, self.outer = inner, [x for x, y in zip(optimizers, inner, strict=True) if x is not y]
@@ -66,7 +67,8 @@ class Attachment:
                 optimizer.__setstate__(optimizer.__getstate__())
             if _is_sam(optimizer):
                 self._undo.append(_wrap_first_step(optimizer, self))
-        return owner
+        self.first = inner[owner[0]]
+        return [[i for i, j in enumerate(owner) if j == me] for me in range(len(inner))]
 
     def advances(self, me: int) -> bool:
         """Whether the schedule moves on with this optimizer's step: when all have stepped, or one steps again."""

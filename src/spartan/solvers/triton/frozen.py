@@ -89,7 +89,7 @@ class FrozenTritonSolver(FrozenSolver):
         """Name the first gradient that is not finite, and take them all away if there is one."""
         self.kernels.check(self.kernels.laid_out(grads))
 
-    def turn(self, form: Form | None, grads: Grads) -> list[Tensor | None]:
+    def turn(self, form: Form | None, grads: Grads) -> Grads:
         """g · m where kept, zero elsewhere, in place."""
         x, turned = self.kernels, self.kernels.laid_out(grads)
         if any(g is not None for g in turned):

@@ -1,7 +1,7 @@
 """Chooses masks by Triton kernels: all segments in one launch, nothing waits for the device."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from spartan.solvers.pools import Budgets
 from spartan.solvers.theta import Theta
 from spartan.solvers.torch import TorchSolver
 from spartan.solvers.triton.launch import Launcher
-from spartan.solvers.triton.tables import Pieces
+from spartan.solvers.triton.tables import Addresses, Pieces
 from spartan.solvers.triton.topk import TopK
 
 
@@ -29,7 +29,25 @@ class KernelMasks(TorchSolver):
         self._by_learned: str | None = None  # or from these learned ranks
         self._saved: tuple[Any, list[Dual] | None] | None = None  # a solution that was taken over, until the next one
         self._others: dict[str, TopK] = {}
+        self._before: dict[str, tuple[Form, int, Any, Callable[[], None]]] = {}
         self.prepare()
+
+    def as_before(
+        self, what: str, form: Form, where: Addresses, tensors: Sequence[Tensor | None]
+    ) -> tuple[Any, Callable[[], None]] | None:
+        """What was launched the last time, if masks by magnitude are asked for in the same form, of the same tensors.
+
+        This is the rule in training, and all that is known by then need not be found out again.
+        """
+        last = self._before.get(what)
+        if last is None or not self._mine or last[0] != form or not where.same(tensors, last[1]):
+            return None
+        return last[2:]
+
+    def launched(self, what: str, form: Form, where: Addresses, key: Any, launch: Callable[[], None]) -> None:
+        """Remember it, where nothing but these addresses can differ the next time."""
+        if form.by_magnitude:
+            self._before[what] = form, where.version, key, launch
 
     @property
     def theta(self) -> Theta:
@@ -63,7 +81,7 @@ class KernelMasks(TorchSolver):
         super().redivided()
         self.kernels = Launcher(self.problem, self.flags)  # recorded launches read the tables so far
         self._mine, self._by_learned = False, None
-        self._others = {}
+        self._others, self._before = {}, {}
         self.prepare()
 
     def competing(self) -> list[Tensor]:

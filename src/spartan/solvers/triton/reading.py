@@ -31,8 +31,7 @@ class FormReader(KernelVectors):
 
     def __init__(self, problem: Problem, flags: Flags, alias: bool = False) -> None:
         super().__init__(problem, flags, alias)
-        flush = self.kernels.replay.flush
-        self._to_masks, self._to_more = (Addresses(self.device, before=flush) for _ in range(2))
+        self._to_masks, self._to_more = (Addresses(self.device, replay=self.kernels.replay) for _ in range(2))
 
     def redivided(self) -> None:
         """The problem has other segments now."""

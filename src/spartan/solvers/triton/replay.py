@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ class Replay:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}
         self._holding = False
         self._held: dict[Hashable, Callable[[], None]] = {}
+        self._kept: list[Any] = []
 
     def __call__(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Run the sequence that this key stands for, or note it."""
@@ -28,6 +30,11 @@ class Replay:
         if key in self._held:
             self.flush()
         self._held[key] = launch
+
+    def keep(self, tensors: Any) -> None:
+        """Have what noted sequences read live until they have run."""
+        if self._holding:
+            self._kept.append(tensors)
 
     def hold(self) -> None:
         """From now on only note."""
@@ -43,6 +50,7 @@ class Replay:
                     launch()
 
             self._run(tuple(held), launch_all)
+        self._kept.clear()
 
     def flush_if(self, name: str) -> None:
         """Run what was noted, if a sequence of this name is among it."""

@@ -56,7 +56,10 @@ class TritonSolver(KernelGradients):
     def write(self, form: Form | None) -> None:
         """w into the parameters: masks are made on the way and never stored."""
         assert form is not None
-        if self.serves(form):
+        x = self.kernels
+        if last := self.as_before("write", form, x.to_parameters, x.parameters):
+            x.write(*last)
+        elif self.serves(form):
             self.project(form)
         else:
             super().write(form)
@@ -88,7 +91,8 @@ class TritonSolver(KernelGradients):
             x.run(weights.project, *tables, *rest, pieces=p, **kinds)
 
         names = *(k.value if hasattr(k, "value") else k for k in kinds.values()), rows is not None
-        x.write(("project", form.learned, *names), launch)
+        x.write(key := ("project", form.learned, *names), launch)
+        self.launched("write", form, x.to_parameters, key, launch)
 
     def _launch_below(self, thetas: Tensor, reading: Reading) -> None:
         """τ of every segment."""

@@ -1,12 +1,14 @@
 """Lists many tensors for one launch: tables of addresses, and of the pieces that programs work on."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from spartan.ops.parts import CostGrid
+from spartan.solvers.base import there
+from spartan.solvers.triton.replay import Replay
 
 # A program's share. Small enough to fill a GPU with a few million weights, large enough that the pieces' own sums,
 # which one program adds up, stay few.
@@ -123,15 +125,17 @@ class Addresses:
     Args:
         device: where the table is to lie.
         fixed: whether tensors of the same list never move.
-        before: called before the table changes: launches that were only noted are to read what they were noted with.
+        replay: launches that it only notes are to read what they were noted with, so they run before the table changes,
+            and the tensors live until then.
     """
 
     aligned = True  # to 16 bytes, all of them
+    version = 0  # it grows when the table changes
     remembered = 8  # gradients of one step often lie where those of an earlier one did
 
-    def __init__(self, device: torch.device, fixed: bool = False, before: Callable[[], None] | None = None) -> None:
-        self.device, self.fixed, self._before = device, fixed, before
-        self._list: Sequence[Tensor | None] | None = None  # the last one, which is to live as long as the table
+    def __init__(self, device: torch.device, fixed: bool = False, replay: Replay | None = None) -> None:
+        self.device, self.fixed, self._replay = device, fixed, replay
+        self._list: Sequence[Tensor | None] | None = None  # the last one, where tensors never move
         self._last: list[int] = []
         self._sent: dict[tuple[int, ...], Tensor] = {}  # on the host, ready to be copied once more
         # It stays where it is: graphs replay its address.
@@ -141,10 +145,16 @@ class Addresses:
         """The table; 0 stands for a tensor that is not there."""
         if self.fixed and tensors is self._list:
             return self._table
-        self._list = tensors
-        if all([t is not None for t in tensors]):
-            return self._at(list(map(Tensor.data_ptr, tensors)))  # type: ignore[arg-type]  # C, for every step
-        return self._at([0 if t is None else t.data_ptr() for t in tensors])
+        if self.fixed:
+            self._list = tensors
+        return self._at(_addresses(tensors), tensors)
+
+    def same(self, tensors: Sequence[Tensor | None], version: int) -> bool:
+        """Whether the table was that of these tensors at this version; they then live until noted launches have run."""
+        same = self.version == version and _addresses(tensors) == self._last
+        if same and self._replay is not None:
+            self._replay.keep(tensors)
+        return same
 
     @property
     def table(self) -> Tensor:
@@ -153,14 +163,16 @@ class Addresses:
 
     def along(self, vector: Tensor, starts: Sequence[int]) -> Tensor:
         """The table of the parts of a vector, where it lies in one piece."""
-        self._list = (vector,)  # it must live until launches that were only noted have read it
         first, size = vector.data_ptr(), vector.element_size()
-        return self._at([first + size * start for start in starts])
+        return self._at([first + size * start for start in starts], (vector,))
 
-    def _at(self, now: list[int]) -> Tensor:
+    def _at(self, now: list[int], tensors: Sequence[Tensor | None]) -> Tensor:
+        if self._replay is not None:
+            if now != self._last:
+                self._replay.flush()
+            self._replay.keep(tensors)
         if now != self._last:
-            if self._before is not None:
-                self._before()
+            self.version += 1
             key = tuple(now)
             table = self._sent.get(key)
             if table is None:
@@ -175,6 +187,12 @@ class Addresses:
             self._table.copy_(table, non_blocking=True)
             self._last, self.aligned = now, all(address % 16 == 0 for address in now)
         return self._table
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    if all(map(there, tensors)):
+        return list(map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]  # all of it C: it runs in every step
+    return [0 if t is None else t.data_ptr() for t in tensors]
 
 
 class Numbers:

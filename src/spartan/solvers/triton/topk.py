@@ -84,7 +84,6 @@ class TopK:
         if device.type == "cuda":
             self.launch.update(launch_cooperative_grid=True, maxnreg=REGISTERS)
 
-    @torch.no_grad()
     def solve(
         self, values: Sequence[Tensor] | Tensor, k: Sequence[float] | Tensor, beta: Sequence[float] | None
     ) -> None:

@@ -18,7 +18,7 @@ class KernelGradients(FormReader):
 
     def __init__(self, problem: Problem, flags: Flags, alias: bool = False) -> None:
         super().__init__(problem, flags, alias)
-        self._to_learned = Addresses(self.device, before=self.kernels.replay.flush)
+        self._to_learned = Addresses(self.device, replay=self.kernels.replay)
         self._b_there = torch.empty(0), torch.empty(0)  # the thresholds of B, where kernels read them
 
     def prepare(self) -> None:
@@ -35,7 +35,11 @@ class KernelGradients(FormReader):
     def turn(self, form: Form | None, grads: Grads) -> Grads:
         """Gradients for w into gradients for θ, in place."""
         assert form is not None
-        turned = self.kernels.laid_out(self.with_missing(form, grads))
+        x = self.kernels
+        if x.alike(grads) and (last := self.as_before("turn", form, x.to_grads, grads)):
+            x.replay(*last)
+            return grads
+        turned = x.laid_out(self.with_missing(form, grads))
         if all(g is None for g in turned):
             return turned
         if not self.turns(form):
@@ -75,7 +79,9 @@ class KernelGradients(FormReader):
                 plain = {key: kinds[key] for key in ("GRAD", "DTYPE")}
                 x.run(gradient.through_learned, *both, pieces=p, ADD=add, **plain)
 
-        x.replay(("through_mask", form.learned, add, *kinds.values()), launch_all)
+        key = "through_mask", form.learned, add, *kinds.values()
+        x.replay(key, launch_all)
+        self.launched("turn", form, x.to_grads, key, launch_all)
 
     def _through_shift(self, name: str, form: Form, grads: Grads) -> None:
         """g where kept, in place; and the sum over each target for what shifts its ranks."""
