@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from spartan.solvers.triton import drawing, gradient, nm, units, weights
+from spartan.solvers.triton import drawing, gradient, nm, powers, units, weights
 from spartan.solvers.triton.search import search
 
 POINTERS = {
@@ -46,6 +46,8 @@ def compile_it(kernel: Any, types: Any = None, **constants: Any) -> str:
 def made_of(kernel: Any, types: Any = None, **constants: Any) -> Any:
     """What Triton makes of it, step by step; some arguments are of other types than their names say."""
     names = [p.name for p in kernel.params]
+    if "POWER" in names:
+        constants = {"POWER": 1.0, **constants}  # θ itself
     usual = POINTERS | (types or {})
     signature = {name: "constexpr" if name in constants else usual.get(name, "*i64") for name in names}
     if kernel in (weights.take, gradient.check):
@@ -92,7 +94,43 @@ def check_order(made: str) -> None:
     assert cleared
 
 
+def check_powers() -> None:
+    """All that sees a power of θ in its place."""
+    kept: dict[str, Any] = {"ranks": None, "masks": None, "KEPT": weights.ABOVE}
+    owners, taus = {"segments": "*i32"}, {"segments": "*i32", "taus": "*fp64"}
+    for power, dtype in ((2.0, tl.float32), (1.5, tl.bfloat16), (3.0, tl.float16)):
+        one: dict[str, Any] = {"POWER": power, "DTYPE": dtype, "BLOCK": 2048}
+        both = {**one, "GRAD": dtype}
+        compile_it(powers.values, **one)
+        compile_it(powers.times_slope, **both)
+        for mask in (weights.SOFT, weights.SHRUNK):
+            wide = {"scales": None, "rows": None, "MASK": mask, "P": 1.0, "ALIGNED": True}
+            compile_it(weights.project, owners, **kept, **wide, **one)
+        shifted = {
+            "masks": None,
+            "scales": None,
+            "rows": None,
+            "KEPT": weights.ABOVE,
+            "MASK": weights.SHIFTED,
+            "P": 1.0,
+        }
+        compile_it(weights.project, taus, **shifted, ALIGNED=False, **one)
+        compile_it(weights.largest_below, {**owners, "found": "*fp32"}, ranks=None, ALIGNED=True, **one)
+        compile_it(weights.row_scales, {"scales": "*fp32"}, **one)
+        compile_it(gradient.pull, owners, ranks=None, ALIGNED=True, **both)
+        compile_it(gradient.through_mask, owners, ALIGNED=True, **both)
+        compile_it(gradient.through_learned, owners, ADD=True, **both)
+        compile_it(gradient.teach, ADD=False, **both)
+        compile_it(gradient.pull_on_shift, taus, **both)
+        for decay in (False, True):
+            by = {"more_masks": None, "scale": None, "MORE": weights.EVERYTHING, "DECAY": decay, "ALIGNED": True}
+            compile_it(gradient.where, {**owners, "numbers": "*fp32"}, **kept, **by, **both)
+        kinds = {"SOFT": True, "ABS": True, "SUM": tl.float32, "COLD": False, "SAMPLED": True, "ALIGNED": True}
+        compile_it(search, fine_costs=None, fine_prices=None, SEGMENTS=2, ROWS=512, **kinds, **one)
+
+
 if __name__ == "__main__":
+    check_powers()
     for m, wide in ((4, True), (4, False), (7, False)):
         lanes = 1 << (m - 1).bit_length()
         sides = {"M": m, "LANES": lanes, "R": 2048 // lanes, "WIDE": wide, "DTYPE": tl.float32}

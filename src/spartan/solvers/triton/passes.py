@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from spartan.solvers.triton.powers import value_of
 from spartan.solvers.triton.ptx import LOG2E, count_places, logistic
 from spartan.solvers.triton.state import (
     BETA,
@@ -36,14 +37,13 @@ STRETCH = tl.constexpr(4)  # blocks at a time, where one program looks for somet
 
 
 @triton.jit
-def value_of(x, factor, ABS: tl.constexpr):
-    """u of an entry."""
-    x = x.to(tl.float32)
+def rank_of(x, factor, ABS: tl.constexpr, POWER: tl.constexpr):
+    """u of an entry: of a weight factor · |ψ|."""
     if ABS:
-        x = tl.abs(x) * factor
+        u = tl.abs(value_of(x, POWER)) * factor
     else:
-        x = x + 0.0  # −0.0 becomes 0.0: they are equal, and must have one key
-    return x
+        u = x.to(tl.float32) + 0.0  # −0.0 becomes 0.0: they are equal, and must have one key
+    return u
 
 
 @triton.jit
@@ -78,8 +78,8 @@ def visit(
 @triton.jit
 def look(
     piece, addresses, table, segments, factors, kinds, all_floats, all_ints, counts, above, sums,
-    SOFT: tl.constexpr, ABS: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, SUM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SOFT: tl.constexpr, ABS: tl.constexpr, POWER: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    SUM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Read a piece: count its keys into bins, and sum its soft mask."""
     segment = segment_of(segments, piece)
@@ -118,7 +118,7 @@ def look(
         if whole > 0:
             following = tl.load(at + tl.arange(0, BLOCK))
         for i in range(0, whole, BLOCK):
-            u = value_of(following, factor, ABS)
+            u = rank_of(following, factor, ABS, POWER)
             # The next block is on its way while this one is worked on; after the last, it once more.
             following = tl.load(at + tl.minimum(i + BLOCK, whole - BLOCK) + tl.arange(0, BLOCK))
             over, f, f2, least, most = visit(
@@ -127,7 +127,7 @@ def look(
             )  # fmt: skip
         if whole < length:
             here = whole + tl.arange(0, BLOCK)
-            u = value_of(tl.load(at + here, mask=here < length, other=0.0), factor, ABS)
+            u = rank_of(tl.load(at + here, mask=here < length, other=0.0), factor, ABS, POWER)
             over, f, f2, least, most = visit(
                 u, here < length, mine, low, span, shift, top, hard, soft, slope, center, offset,
                 over, f, f2, least, most, SOFT, ABS, SUM,
@@ -144,7 +144,7 @@ def look(
 @triton.jit
 def count_ties(
     piece, addresses, table, segments, factors, floats, ints, above,
-    ABS: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    ABS: tl.constexpr, POWER: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """How many entries of a piece equal the threshold, if only some of them fit."""
     segment = segment_of(segments, piece)
@@ -157,7 +157,7 @@ def count_ties(
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
             inside = here < length
-            u = value_of(tl.load(at + here, mask=inside, other=0.0), factor, ABS)
+            u = rank_of(tl.load(at + here, mask=inside, other=0.0), factor, ABS, POWER)
             found += (inside & (u == value)).to(tl.int32)
         tl.store(above + piece, tl.sum(found))
 
@@ -165,7 +165,8 @@ def count_ties(
 @triton.jit
 def cut_ties(
     addresses, table, limits, factors, floats, ints, above, costs, fine_costs,
-    ABS: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ABS: tl.constexpr, POWER: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The position, in a segment, of the first entry equal to the threshold that no longer fits."""
     if tl.load(ints + TIES) != 0:
@@ -224,14 +225,14 @@ def cut_ties(
                 seen += found
                 here = stretch + tl.arange(0, STRETCH * BLOCK)
                 inside = here < length
-                u = value_of(tl.load(at + here, mask=inside, other=0.0), factor, ABS)
+                u = rank_of(tl.load(at + here, mask=inside, other=0.0), factor, ABS, POWER)
                 found = tl.sum((inside & (u == value)).to(tl.int32)).to(tl.float64)
                 stretch += STRETCH * BLOCK
             cut = tl.full((), -1, tl.int64)
             for i in range(tl.maximum(stretch - STRETCH * BLOCK, 0), tl.minimum(stretch, length), BLOCK):
                 here = i + tl.arange(0, BLOCK)
                 inside = here < length
-                u = value_of(tl.load(at + here, mask=inside, other=0.0), factor, ABS)
+                u = rank_of(tl.load(at + here, mask=inside, other=0.0), factor, ABS, POWER)
                 tie = (inside & (u == value)).to(tl.int32)
                 number = seen + (tl.cumsum(tie) - tie).to(tl.float64)
                 place = tl.min(tl.where((tie != 0) & (number >= fit), here, 2147483647)).to(tl.int64)

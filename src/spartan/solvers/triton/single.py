@@ -9,8 +9,9 @@ from torch import Tensor
 from spartan.problem.problem import Problem
 from spartan.solvers.base import FINE, Grads
 from spartan.solvers.forms import KEPT, VJP, Form, Mask, Shifted, Shrunk, Stored
-from spartan.solvers.triton import weights
+from spartan.solvers.triton import powers, weights
 from spartan.solvers.triton.reading import Reading
+from spartan.solvers.triton.tables import Addresses
 from spartan.solvers.triton.turning import KernelGradients
 
 
@@ -27,6 +28,7 @@ class TritonSolver(KernelGradients):
     def prepare(self) -> None:
         """Tables of what competes, and room for what is below each piece's threshold."""
         super().prepare()
+        self._to_values = Addresses(self.device)
         self._found = torch.zeros(self.ranked.count, dtype=torch.float32, device=self.device)
 
     def put(self, which: Sequence[int]) -> None:
@@ -61,8 +63,17 @@ class TritonSolver(KernelGradients):
         else:
             super().write(form)
 
+    def values(self) -> list[Tensor]:
+        """θ, or ψ as the kernels make it, by slab: one at the threshold must not come out above it."""
+        if self.power == 1.0 or not self.problem.pattern.single:
+            return super().values()
+        found, x = [torch.empty_like(theta) for theta in self.theta.slabs], self.kernels
+        tables = x.to_thetas.of(self._theta.views), self._to_values.of(self.per_target(found)), x.pieces.table
+        x.run(powers.values, *tables, DTYPE=x.dtype, POWER=self.power)
+        return found
+
     def project(self, form: Form) -> None:
-        """w = [kept] ⊙ mask ⊙ θ into the parameters."""
+        """w = [kept] ⊙ mask ⊙ ψ into the parameters."""
         x, p, reading = self.kernels, self.ranked, self.reading(form)
         assert reading is not None
         masks = {Mask.ONE: weights.ONE, Mask.SOFT: weights.SOFT}
@@ -74,7 +85,13 @@ class TritonSolver(KernelGradients):
             mask = weights.NUMBERS
         rows = self.row_scales if shrunk is not None and shrunk.row_scale else None
         kept = reading.kind if form.project else weights.EVERYTHING
-        kinds = {"KEPT": kept, "MASK": mask, "P": shrunk.p if shrunk else 1.0, **self._of_weights()}
+        kinds = {
+            "KEPT": kept,
+            "MASK": mask,
+            "P": shrunk.p if shrunk else 1.0,
+            "POWER": self.power,
+            **self._of_weights(),
+        }
         scales = (None, None) if rows is None else (rows.scales, rows.table)
         thetas, states = x.to_thetas.of(self._theta.views), reading.states
         tables = x.to_parameters.of(x.parameters), thetas, reading.ranks, reading.masks, self._taus, *scales
@@ -84,7 +101,7 @@ class TritonSolver(KernelGradients):
             if mask in (weights.SHRUNK, weights.SHIFTED):
                 self._launch_below(thetas, reading)
             if rows is not None:
-                rows.launch(thetas, states, x.dtype)
+                rows.launch(thetas, states, x.dtype, self.power)
             x.run(weights.project, *tables, *rest, pieces=p, **kinds)
 
         names = *(k.value if hasattr(k, "value") else k for k in kinds.values()), rows is not None
@@ -93,7 +110,7 @@ class TritonSolver(KernelGradients):
     def _launch_below(self, thetas: Tensor, reading: Reading) -> None:
         """τ of every segment."""
         x, p, states = self.kernels, self.ranked, reading.states
-        kinds = {"DTYPE": x.dtype, "ALIGNED": x.aligned(x.to_thetas)}
+        kinds = {"POWER": self.power, "DTYPE": x.dtype, "ALIGNED": x.aligned(x.to_thetas)}
         tables = thetas, reading.ranks, p.table, p.segments, p.factors, states.floats, states.ints, self._found
         x.run(weights.largest_below, *tables, pieces=p, **kinds)
         weights.below[(len(p.limits),)](

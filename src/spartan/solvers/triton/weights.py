@@ -6,6 +6,7 @@ An address of 0 stands for a tensor that is left alone.
 import triton
 import triton.language as tl
 
+from spartan.solvers.triton.powers import value_of
 from spartan.solvers.triton.ptx import LOG2E, log_of_one_plus, logistic
 from spartan.solvers.triton.state import (
     BETA,
@@ -71,11 +72,11 @@ def shrunk_of(u, tau, P: tl.constexpr):
 def project(
     parameters, thetas, ranks, masks, taus, scales, rows, table, segments, factors, all_floats, all_ints,
     KEPT: tl.constexpr, MASK: tl.constexpr, P: tl.constexpr,
-    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    POWER: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """w = [kept] ⊙ mask ⊙ θ into the parameters; exactly +0.0 where not kept.
+    """w = [kept] ⊙ mask ⊙ ψ into the parameters; exactly +0.0 where not kept.
 
-    KEPT is EVERYTHING, what is ABOVE the threshold of |θ| or of given ranks, or STORED in `masks`, a byte an entry. MASK
+    KEPT is EVERYTHING, what is ABOVE the threshold of |ψ| or of given ranks, or STORED in `masks`, a byte an entry. MASK
     is ONE, SOFT, SHRUNK, NUMBERS, which `masks` holds then, or SHIFTED, min(rank − τ, u)/u. `scales` has a number for
     each row of a weight, `rows` the first row of each target and the length of its rows; None for none.
     """
@@ -107,24 +108,24 @@ def project(
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
             inside = here < length
-            theta = tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)
-            u = tl.abs(theta) * factor
+            psi = value_of(tl.load(theta_at + here, mask=inside, other=0.0), POWER)
+            u = tl.abs(psi) * factor
             if ranks is not None:
                 u = tl.load(rank_at + here, mask=inside, other=0.0)
-            w = theta
+            w = psi
             if MASK == SOFT:
-                w = theta * mask_of(u, slope, center, shift).to(DTYPE).to(tl.float32)
+                w = psi * mask_of(u, slope, center, shift).to(DTYPE).to(tl.float32)
             elif MASK == SHRUNK:
                 m = shrunk_of(u, tau, P)
                 if scales is not None:
                     m *= tl.load(scales + first_row + (start + here) // long, mask=inside, other=0.0)
-                w = theta * m.to(DTYPE).to(tl.float32)
+                w = psi * m.to(DTYPE).to(tl.float32)
             elif MASK == SHIFTED:
-                size = tl.abs(theta) * factor
+                size = tl.abs(psi) * factor
                 m = tl.where(size > 0.0, tl.minimum(u - tau, size) / tl.where(size > 0.0, size, 1.0), 1.0)
-                w = theta * m.to(DTYPE).to(tl.float32)
+                w = psi * m.to(DTYPE).to(tl.float32)
             elif MASK == NUMBERS:
-                w = theta * tl.load(mask_at + here, mask=inside, other=0.0).to(DTYPE).to(tl.float32)
+                w = psi * tl.load(mask_at + here, mask=inside, other=0.0).to(DTYPE).to(tl.float32)
             if KEPT == ABOVE:
                 w = tl.where(kept_of(u, here, value, cut), w, 0.0)
             elif KEPT == STORED:
@@ -165,7 +166,7 @@ def restart(thetas, masks, table, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def largest_below(
     thetas, ranks, table, segments, factors, all_floats, all_ints, found,
-    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    POWER: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The largest u, or rank, of each piece below the threshold, where units equal to it are kept; else nothing is read."""
     piece = tl.program_id(0)
@@ -182,7 +183,7 @@ def largest_below(
             here = i + tl.arange(0, BLOCK)
             inside = here < length
             if ranks is None:
-                u = tl.abs(tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)) * factor
+                u = tl.abs(value_of(tl.load(theta_at + here, mask=inside, other=0.0), POWER)) * factor
             else:
                 u = tl.load(rank_at + here, mask=inside, other=0.0)
             most = tl.maximum(most, tl.where(inside & (u < value), u, -float("inf")))
@@ -207,8 +208,9 @@ def below(limits, found, all_floats, all_ints, taus, ROWS: tl.constexpr):
 
 @triton.jit
 def row_scales(
-    thetas, owners, rows, targets, factors, all_floats, all_ints, scales, DTYPE: tl.constexpr, BLOCK: tl.constexpr
-):
+    thetas, owners, rows, targets, factors, all_floats, all_ints, scales,
+    POWER: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """1.01/(r + 0.01) of every row, r the share of its magnitude that is kept.
 
     `owners` has the target of each row; `targets` of each target its segment and its first position there.
@@ -227,7 +229,7 @@ def row_scales(
     for i in range(0, long, BLOCK):
         here = i + tl.arange(0, BLOCK)
         inside = here < long
-        x = tl.abs(tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32))
+        x = tl.abs(value_of(tl.load(theta_at + here, mask=inside, other=0.0), POWER))
         whole += x
         left += tl.where(kept_of(x * factor, here, value, cut) & inside, x, 0.0)
     r = (tl.sum(left) / long + 1e-6) / (tl.sum(whole) / long + 1e-6)
