@@ -28,7 +28,6 @@ class TritonSolver(KernelGradients):
     def prepare(self) -> None:
         """Tables of what competes, and room for what is below each piece's threshold."""
         super().prepare()
-        self._to_values = Addresses(self.device)
         self._found = torch.zeros(self.ranked.count, dtype=torch.float32, device=self.device)
 
     def put(self, which: Sequence[int]) -> None:
@@ -68,7 +67,8 @@ class TritonSolver(KernelGradients):
         if self.power == 1.0 or not self.problem.pattern.single:
             return super().values()
         found, x = [torch.empty_like(theta) for theta in self.theta.slabs], self.kernels
-        tables = x.to_thetas.of(self._theta.views), self._to_values.of(self.per_target(found)), x.pieces.table
+        there = Addresses(self.device).of(self.per_target(found))  # one of its own: it keeps what it lists
+        tables = x.to_thetas.of(self._theta.views), there, x.pieces.table
         x.run(powers.values, *tables, DTYPE=x.dtype, POWER=self.power)
         return found
 
