@@ -116,11 +116,11 @@ def test_a_run_is_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["spartan", "topkast", "imp"])
 def test_ends_of_any_length(name: str) -> None:
-    """Where every weight has a multiple of 8 entries kernels move 16 bytes at a time; not here."""
+    """Kernels move 16 bytes at a time but for the last few entries of such weights."""
     sparsifier = same(METHODS[name], skip=3, odd=True)
     (solver,) = sparsifier._run.weights.frozen
     assert isinstance(solver, FrozenTritonSolver)
-    assert not solver.kernels.pieces.even
+    assert any(p.numel() % 8 for p in solver.kernels.parameters)
 
 
 @pytest.mark.parametrize("odd", [False, True])

@@ -59,10 +59,6 @@ class Launcher:
         written = self.parameters if all_of_them else [p for p in parameters or () if p is not None]
         torch.autograd.graph.increment_version(written)  # behind torch's back
 
-    def aligned(self, *tables: Addresses) -> bool:
-        """Whether kernels may read and write 16 bytes at a time."""
-        return self.pieces.even and all(table.aligned for table in tables)
-
     def kinds(self, grads: Grads) -> dict[str, Any]:
         """The types of gradients and θ."""
         return {"GRAD": next((DTYPES[g.dtype] for g in grads if g is not None), self.dtype), "DTYPE": self.dtype}
@@ -86,10 +82,10 @@ class Launcher:
     def check(self, grads: Grads) -> None:
         """Name the first gradient that is not finite, and take them all away if there is one."""
         to_grads, table = self.to_grads.of(grads), self.pieces.table
-        kinds = {"GRAD": self.kinds(grads)["GRAD"], "ALIGNED": self.aligned(self.to_grads)}
+        kind = self.kinds(grads)["GRAD"]
 
         def launch() -> None:
-            self.run(gradient.check, to_grads, table, self.bad, self.numbers, **kinds)
-            self.run(gradient.clear, to_grads, table, self.bad, FINE=FINE, **kinds)
+            self.run(gradient.check, to_grads, table, self.bad, self.numbers, GRAD=kind)
+            self.run(gradient.clear, to_grads, table, self.bad, FINE=FINE, GRAD=kind)
 
-        self.replay(("check", *kinds.values()), launch)
+        self.replay(("check", kind), launch)

@@ -7,6 +7,7 @@ is done.
 import triton
 import triton.language as tl
 
+from spartan.solvers.triton.moves import read, write
 from spartan.solvers.triton.state import row_of
 
 
@@ -45,12 +46,11 @@ def slope_of(theta, POWER: tl.constexpr):
 def values(thetas, found, table, DTYPE: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr):
     """ψ of every weight."""
     which, start, length, _ = row_of(table, tl.program_id(0))
-    theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
-    found_at = tl.load(found + which).to(tl.pointer_type(DTYPE)) + start
+    theta = tl.load(thetas + which)
+    to = tl.load(found + which)
     for i in range(0, length, BLOCK):
-        here = i + tl.arange(0, BLOCK)
-        theta = tl.load(theta_at + here, mask=here < length, other=0.0)
-        tl.store(found_at + here, value_of(theta, POWER).to(DTYPE), mask=here < length)
+        psi = value_of(read(theta, start, i, length, DTYPE, BLOCK), POWER)
+        write(to, start, i, length, psi, DTYPE, BLOCK)
 
 
 @triton.jit
@@ -61,10 +61,8 @@ def times_slope(
     which, start, length, _ = row_of(table, tl.program_id(0))
     grad = tl.load(grads + which)
     if grad != 0:
-        theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
-        grad_at = grad.to(tl.pointer_type(GRAD)) + start
+        theta = tl.load(thetas + which)
         for i in range(0, length, BLOCK):
-            here = i + tl.arange(0, BLOCK)
-            theta = tl.load(theta_at + here, mask=here < length, other=0.0)
-            g = tl.load(grad_at + here, mask=here < length, other=0.0).to(tl.float32)
-            tl.store(grad_at + here, (g * slope_of(theta, POWER)).to(GRAD), mask=here < length)
+            slope = slope_of(read(theta, start, i, length, DTYPE, BLOCK), POWER)
+            g = read(grad, start, i, length, GRAD, BLOCK).to(tl.float32)
+            write(grad, start, i, length, g * slope, GRAD, BLOCK)

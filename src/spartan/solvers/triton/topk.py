@@ -103,7 +103,7 @@ class TopK:
         soft, cold = beta is not None, self.cold
         self.replay.flush_if("solve")  # it has not read its numbers yet
         self._tell(k, beta)
-        key = "solve", soft, cold, power, self.addresses.aligned
+        key = "solve", soft, cold, power
         self.replay(key, lambda: self._launch(where, dtype, soft, cold, power))
         self.cold = False
 
@@ -124,7 +124,7 @@ class TopK:
             p.fine_costs, p.fine_prices, self.states.floats, self.states.ints, self.counts, self.above, self.sums,
             self.arrived, segments, MOST_PASSES, 1e-6,
             SOFT=soft, COLD=cold, SAMPLED=sampled, ABS=self.absolute, POWER=power, DTYPE=DTYPES[dtype],
-            ALIGNED=self.addresses.aligned, SUM=tl.float64 if max(self.sizes) <= WIDE else tl.float32,
+            SUM=tl.float64 if max(self.sizes) <= WIDE else tl.float32,
             SEGMENTS=triton.next_power_of_2(segments), BLOCK=BLOCK, ROWS=512, **self.launch,
         )  # fmt: skip
 

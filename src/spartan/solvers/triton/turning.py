@@ -56,7 +56,7 @@ class KernelGradients(FormReader):
         """Through the mask, in place: the slope of a soft one goes to what ranks."""
         x, p, reading = self.kernels, self.ranked, self.reading(form)
         assert reading is not None
-        kinds, to_grads = self._of_gradients(grads), x.to_grads.table
+        kinds, to_grads = self._kinds(grads), x.to_grads.of(grads)
         if isinstance(form.mask, Stored):
             masked = to_grads, reading.masks, x.pieces.table
             x.replay(("times", kinds["GRAD"]), lambda: x.run(gradient.times_mask, *masked, GRAD=kinds["GRAD"]))
@@ -75,8 +75,7 @@ class KernelGradients(FormReader):
                 x.run(gradient.through_mask, *tables, p.costs, floats, out, pieces=p, **kinds)
             else:
                 both = *tables[:2], reading.ranks, learned, p.table, p.segments, p.costs, floats, out
-                plain = {key: kinds[key] for key in ("POWER", "GRAD", "DTYPE")}
-                x.run(gradient.through_learned, *both, pieces=p, ADD=add, **plain)
+                x.run(gradient.through_learned, *both, pieces=p, ADD=add, **kinds)
 
         x.replay(("through_mask", form.learned, add, *kinds.values()), launch_all)
         if learned is not None:
@@ -89,7 +88,7 @@ class KernelGradients(FormReader):
         add = parameter.grad is not None
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
-        states, kinds = reading.states, {"POWER": self.power, **x.kinds(grads)}
+        states, kinds = reading.states, self._kinds(grads)
         tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), reading.ranks, self._taus, p.table, p.segments
         x.run(gradient.pull_on_shift, *tables, p.factors, states.floats, states.ints, self._sums, pieces=p, **kinds)
         gradient.learn_shift[(len(parameter),)](
@@ -112,7 +111,7 @@ class KernelGradients(FormReader):
     def _times_slope(self, grads: Grads) -> None:
         """Gradients for ψ into gradients for θ, in place."""
         if self.power != 1.0:
-            x, kinds = self.kernels, {"POWER": self.power, **self.kernels.kinds(grads)}
+            x, kinds = self.kernels, self._kinds(grads)
             tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), x.pieces.table
             x.replay(("slope", *kinds.values()), lambda: x.run(powers.times_slope, *tables, **kinds))
 
@@ -139,9 +138,9 @@ class KernelGradients(FormReader):
             self._b_there[0].copy_(self.b.value)
             self._b_there[1].copy_(self.b.cut)
         numbers = there.of([each(n, s) for s in range(len(self.problem.segments)) for n in (by.a, by.b, by.c)])
-        kinds = {"KEPT": reading.kind, "MORE": more, "DECAY": decay, **self._of_gradients(grads)}
+        kinds = {"KEPT": reading.kind, "MORE": more, "DECAY": decay, **self._kinds(grads)}
         sources = x.to_thetas.of(self._theta.views), reading.ranks, reading.masks, more_masks, numbers, scale
-        tables = x.to_grads.table, *sources, p.table, p.segments, p.factors
+        tables = x.to_grads.of(grads), *sources, p.table, p.segments, p.factors
         states = reading.states.floats, reading.states.ints, *self._b_there
 
         def launch() -> None:
@@ -161,7 +160,7 @@ class KernelGradients(FormReader):
             super().teach(form, grads)
             return
         learned, add = self._to_learn(form.learned)
-        x, kinds = self.kernels, {**self.kernels.kinds(grads), "POWER": self.power, "ADD": add}
+        x, kinds = self.kernels, {**self._kinds(grads), "ADD": add}
         tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), learned, x.pieces.table
         x.replay(("teach", *kinds.values()), lambda: x.run(gradient.teach, *tables, **kinds))
 
@@ -173,12 +172,9 @@ class KernelGradients(FormReader):
             parameter.grad = torch.empty_like(parameter)
         return self._to_learned.along(parameter.grad, self.topk.starts), add
 
-    def _of_gradients(self, grads: Grads) -> dict[str, Any]:
-        """Of what kind gradients and θ are."""
-        x = self.kernels
-        to_grads = x.to_grads
-        to_grads.of(grads)
-        return x.kinds(grads) | {"POWER": self.power, "ALIGNED": x.aligned(to_grads, x.to_thetas)}
+    def _kinds(self, grads: Grads) -> dict[str, Any]:
+        """The power of θ that methods see, and the types of gradients and θ."""
+        return {"POWER": self.power, **self.kernels.kinds(grads)}
 
 
 def each(number: PerSegment, segment: int) -> float:
