@@ -223,7 +223,7 @@ if __name__ == "__main__":
     compile_it(drawing.shifted, doubles, BLOCK=2048)
     compile_it(drawing.step, doubles, ROWS=512)
     compile_it(drawing.clip, doubles, BLOCK=2048)
-    tile = {"INLINE": True, "GRAIN": 8, "U": 128, "W": 16, "segments": None}
+    tile: dict[str, Any] = {"INLINE": True, "GRAIN": 8, "U": 128, "W": 16, "segments": None}
     compile_it(units.where_kept, GRAD=tl.float32, **tile)
     compile_it(units.project, SOFT=True, DTYPE=tl.float32, **tile)
     compile_it(units.pull, GRAD=tl.float32, DTYPE=tl.float32, **tile)
