@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from spartan.solvers.triton import drawing, gradient, nm, units, weights
+from spartan.solvers.triton import drawing, gradient, nm, powers, units, weights
 from spartan.solvers.triton.search import search
 
 POINTERS = {
@@ -46,6 +46,8 @@ def compile_it(kernel: Any, types: Any = None, **constants: Any) -> str:
 def made_of(kernel: Any, types: Any = None, **constants: Any) -> Any:
     """What Triton makes of it, step by step; some arguments are of other types than their names say."""
     names = [p.name for p in kernel.params]
+    if "POWER" in names:
+        constants = {"POWER": 1.0, **constants}  # θ itself
     usual = POINTERS | (types or {})
     signature = {name: "constexpr" if name in constants else usual.get(name, "*i64") for name in names}
     if kernel in (weights.take, gradient.check):
@@ -56,22 +58,16 @@ def made_of(kernel: Any, types: Any = None, **constants: Any) -> Any:
     return made.asm
 
 
-def check_width(kernel: Any, **constants: Any) -> None:
-    """Weights and gradients that are aligned are read and written 16 bytes at a time."""
+def check_width(kernel: Any, loads: int = 1, stores: int = 1, **constants: Any) -> None:
+    """Of so many tensors at least, weights and gradients move 16 bytes at a time where a piece lies so."""
     names = {p.name for p in kernel.params}
-    given = {
-        "DTYPE": tl.float32,
-        "GRAD": tl.float32,
-        "FINE": 1,
-        "ALIGNED": True,
-        "BLOCK": 2048,
-        "segments": None,
-        **constants,
-    }
-    ptx = made_of(kernel, **{name: value for name, value in given.items() if name in names})["ptx"]
-    moved = re.findall(r"(?:ld|st)\.global\S*\.v4\.b32", ptx)
-    assert len(moved) >= 1 + ("DTYPE" in names), (kernel.__name__, moved)
-    assert "st.global.b32" not in ptx, kernel.__name__
+    for dtype in (tl.float32, tl.bfloat16):
+        given = {"DTYPE": dtype, "GRAD": dtype, "FINE": 1, "BLOCK": 2048, "segments": None, **constants}
+        ptx = made_of(kernel, **{name: value for name, value in given.items() if name in names})["ptx"]
+        for move, least in (("ld", loads), ("st", stores)):
+            moved = re.findall(rf"{move}\.global\S*\.v4\.b32", ptx)
+            # A thread has 8 entries of a block.
+            assert len(moved) >= least * dtype.primitive_bitwidth // 16, (kernel.__name__, dtype, move, moved)
 
 
 def check_order(made: str) -> None:
@@ -92,21 +88,57 @@ def check_order(made: str) -> None:
     assert cleared
 
 
+def check_powers() -> None:
+    """All that sees a power of θ in its place."""
+    kept: dict[str, Any] = {"ranks": None, "masks": None, "KEPT": weights.ABOVE}
+    owners, taus = {"segments": "*i32"}, {"segments": "*i32", "taus": "*fp64"}
+    for power, dtype in ((2.0, tl.float32), (1.5, tl.bfloat16), (3.0, tl.float16)):
+        one: dict[str, Any] = {"POWER": power, "DTYPE": dtype, "BLOCK": 2048}
+        both = {**one, "GRAD": dtype}
+        compile_it(powers.values, **one)
+        compile_it(powers.times_slope, **both)
+        for mask in (weights.SOFT, weights.SHRUNK):
+            wide = {"scales": None, "rows": None, "MASK": mask, "P": 1.0}
+            compile_it(weights.project, owners, **kept, **wide, **one)
+        shifted = {
+            "masks": None,
+            "scales": None,
+            "rows": None,
+            "KEPT": weights.ABOVE,
+            "MASK": weights.SHIFTED,
+            "P": 1.0,
+        }
+        compile_it(weights.project, taus, **shifted, **one)
+        compile_it(weights.largest_below, {**owners, "found": "*fp32"}, ranks=None, **one)
+        compile_it(weights.row_scales, {"scales": "*fp32"}, **one)
+        compile_it(gradient.pull, owners, ranks=None, **both)
+        compile_it(gradient.through_mask, owners, **both)
+        compile_it(gradient.through_learned, owners, ADD=True, **both)
+        compile_it(gradient.teach, ADD=False, **both)
+        compile_it(gradient.pull_on_shift, taus, **both)
+        for decay in (False, True):
+            by = {"more_masks": None, "scale": None, "MORE": weights.EVERYTHING, "DECAY": decay}
+            compile_it(gradient.where, {**owners, "numbers": "*fp32"}, **kept, **by, **both)
+        kinds = {"SOFT": True, "ABS": True, "SUM": tl.float32, "COLD": False, "SAMPLED": True}
+        compile_it(search, fine_costs=None, fine_prices=None, SEGMENTS=2, ROWS=512, **kinds, **one)
+
+
 if __name__ == "__main__":
+    check_powers()
     for m, wide in ((4, True), (4, False), (7, False)):
         lanes = 1 << (m - 1).bit_length()
         sides = {"M": m, "LANES": lanes, "R": 2048 // lanes, "WIDE": wide, "DTYPE": tl.float32}
         compile_it(nm.project, SOFT=True, PASSES=8, **sides)
         compile_it(nm.through_mask, GRAD=tl.float32, PASSES=8, **sides)
         compile_it(nm.where_kept, GRAD=tl.bfloat16, **sides)
-    for kernel in (
-        weights.put,
-        weights.take,
-        gradient.through_mask,
-        gradient.check,
-    ):
-        check_width(kernel)
-    check_width(gradient.pull, ranks=None)
+    check_width(weights.put)
+    check_width(weights.take)
+    check_width(gradient.through_mask, loads=2)
+    check_width(gradient.check, stores=0)
+    check_width(gradient.clear, loads=0)
+    check_width(gradient.pull, loads=2, stores=0, ranks=None)
+    check_width(powers.values, POWER=2.0)
+    check_width(powers.times_slope, loads=2, POWER=2.0)
     nothing: dict[str, Any] = {"ranks": None, "masks": None}
     for mask in (weights.ONE, weights.SOFT, weights.SHRUNK):
         check_width(weights.project, **nothing, scales=None, rows=None, KEPT=weights.ABOVE, MASK=mask, P=3.0)
@@ -118,10 +150,10 @@ if __name__ == "__main__":
             "KEPT": weights.ABOVE,
             "MORE": weights.EVERYTHING,
         }
-        check_width(gradient.where, **alone, DECAY=decay)
+        check_width(gradient.where, loads=2, **alone, DECAY=decay)
     several: dict[str, Any] = {"GRAD": tl.float32, "DTYPE": tl.float32, "BLOCK": 2048}
     owners: dict[str, Any] = {"segments": "*i32"}
-    compile_it(gradient.pull, owners, ALIGNED=False, **several)
+    compile_it(gradient.pull, owners, **several)
     compile_it(gradient.through_learned, owners, ADD=True, **several)
     compile_it(gradient.times_mask, GRAD=tl.bfloat16, BLOCK=2048)
     compile_it(gradient.where_stored, GRAD=tl.bfloat16, BLOCK=2048)
@@ -131,7 +163,6 @@ if __name__ == "__main__":
         "KEPT": weights.STORED,
         "MORE": weights.STORED,
         "DECAY": True,
-        "ALIGNED": False,
     }
     compile_it(gradient.where, {**owners, "numbers": "*fp32", "scale": "*fp32"}, **stored, **several)
     both: dict[str, Any] = {
@@ -146,7 +177,6 @@ if __name__ == "__main__":
         {**owners, "numbers": "*fp32", "more_values": "*fp64"},
         **both,
         DECAY=False,
-        ALIGNED=False,
         **several,
     )
     kinds: dict[str, Any] = {"DTYPE": tl.bfloat16, "BLOCK": 2048}
@@ -158,9 +188,9 @@ if __name__ == "__main__":
         "MASK": weights.NUMBERS,
         "P": 1.0,
     }
-    compile_it(weights.project, owners, ALIGNED=False, **numbers, **kinds)
+    compile_it(weights.project, owners, **numbers, **kinds)
     shrunk: dict[str, Any] = {"ranks": None, "masks": None, "KEPT": weights.ABOVE, "MASK": weights.SHRUNK, "P": 1.0}
-    compile_it(weights.project, {**owners, "taus": "*fp64", "scales": "*fp32"}, ALIGNED=True, **shrunk, **kinds)
+    compile_it(weights.project, {**owners, "taus": "*fp64", "scales": "*fp32"}, **shrunk, **kinds)
     learned: dict[str, Any] = {
         "masks": None,
         "scales": None,
@@ -169,11 +199,11 @@ if __name__ == "__main__":
         "MASK": weights.SOFT,
         "P": 1.0,
     }
-    compile_it(weights.project, owners, ALIGNED=False, **learned, **kinds)
+    compile_it(weights.project, owners, **learned, **kinds)
     compile_it(weights.keep, {**owners, "ranks": "*fp32", "masks": "*i8"}, BLOCK=2048)
     compile_it(weights.restart, **kinds)
-    compile_it(weights.largest_below, {**owners, "found": "*fp32"}, ALIGNED=True, **kinds)
-    compile_it(weights.largest_below, {**owners, "found": "*fp32"}, ranks=None, ALIGNED=True, **kinds)
+    compile_it(weights.largest_below, {**owners, "found": "*fp32"}, **kinds)
+    compile_it(weights.largest_below, {**owners, "found": "*fp32"}, ranks=None, **kinds)
     shift: dict[str, Any] = {
         "masks": None,
         "scales": None,
@@ -181,7 +211,7 @@ if __name__ == "__main__":
         "KEPT": weights.ABOVE,
         "MASK": weights.SHIFTED,
     }
-    compile_it(weights.project, {**owners, "taus": "*fp64"}, ALIGNED=False, P=1.0, **shift, **kinds)
+    compile_it(weights.project, {**owners, "taus": "*fp64"}, P=1.0, **shift, **kinds)
     compile_it(gradient.pull_on_shift, {**owners, "taus": "*fp64"}, **several)
     compile_it(gradient.learn_shift, {"shifts": "*fp32", "learned": "*fp32"}, ADD=True, ROWS=512)
     compile_it(weights.below, {"found": "*fp32", "taus": "*fp64"}, ROWS=512)
@@ -193,15 +223,15 @@ if __name__ == "__main__":
     compile_it(drawing.shifted, doubles, BLOCK=2048)
     compile_it(drawing.step, doubles, ROWS=512)
     compile_it(drawing.clip, doubles, BLOCK=2048)
-    tile = {"INLINE": True, "GRAIN": 8, "U": 128, "W": 16, "segments": None}
+    tile: dict[str, Any] = {"INLINE": True, "GRAIN": 8, "U": 128, "W": 16, "segments": None}
     compile_it(units.where_kept, GRAD=tl.float32, **tile)
     compile_it(units.project, SOFT=True, DTYPE=tl.float32, **tile)
     compile_it(units.pull, GRAD=tl.float32, DTYPE=tl.float32, **tile)
     compile_it(units.through_mask, GRAD=tl.float32, DTYPE=tl.float32, **tile)
     compile_it(units.through_mask, GRAD=tl.float32, DTYPE=tl.float32, **{**tile, "INLINE": False, "GRAIN": 1})
     compile_it(units.sum_units, DTYPE=tl.float32, **{k: v for k, v in tile.items() if k != "segments"})
-    for kernel in (units.project, units.through_mask, units.where_kept):
-        check_width(kernel, SOFT=True, **tile)
+    for kernel, loads in ((units.project, 1), (units.through_mask, 2), (units.where_kept, 0)):
+        check_width(kernel, loads, SOFT=True, **tile)
     sizes = {"BLOCK": 2048, "ROWS": 512}
     for kinds in (
         {"owners": None, "SEGMENTS": 1, "SOFT": True, "ABS": True, "DTYPE": tl.float32, "SUM": tl.float32},
@@ -209,4 +239,6 @@ if __name__ == "__main__":
         {"SEGMENTS": 2, "SOFT": False, "ABS": True, "DTYPE": tl.bfloat16, "SUM": tl.float32},
     ):
         for fine in ({}, {"fine_costs": None, "fine_prices": None}):
-            check_order(compile_it(search, COLD=False, SAMPLED=True, ALIGNED=True, **kinds, **sizes, **fine))
+            made = made_of(search, COLD=False, SAMPLED=True, **kinds, **sizes, **fine)
+            check_order(made["ttgir"])
+            assert re.search(r"ld\.global\S*\.v4\.b32", made["ptx"])

@@ -75,7 +75,7 @@ def run_program(index: int, shared: dict[str, Tensor], barrier: Any) -> None:
         turns.append(index)
         where = solver.addresses.of(now)
         with suppress(Done):
-            solver._launch(where, torch.float32, beta is not None, step == 0)
+            solver._launch(where, torch.float32, beta is not None, step == 0, 1.0)
         barrier.wait(300)
         if index == 0:
             shared["found"][step] = states.floats

@@ -1,11 +1,15 @@
 """Turns gradients for w into gradients for θ by kernels: in place, all targets in one launch.
 
+ψ is what methods see of θ: θ itself, or with a POWER other than 1 that power of it, whose slope comes last.
+
 An address of 0 stands for a gradient that is not there.
 """
 
 import triton
 import triton.language as tl
 
+from spartan.solvers.triton.moves import read, write
+from spartan.solvers.triton.powers import slope_of, value_of
 from spartan.solvers.triton.state import (
     BETA,
     CUT,
@@ -13,12 +17,10 @@ from spartan.solvers.triton.state import (
     INTS,
     SOFT_K,
     VALUE,
-    even_row_of,
-    place_of,
     row_of,
     segment_of,
 )
-from spartan.solvers.triton.weights import ABOVE, STORED, kept_of, line_of, mask_of
+from spartan.solvers.triton.weights import ABOVE, STORED, cut_within, kept_of, line_of, mask_of
 
 # What `pull` leaves for `through_mask`.
 RATIO = tl.constexpr(0)  # a₁/a₂
@@ -28,16 +30,14 @@ RESIDUAL = tl.constexpr(1)  # |Σ c m − k| / k: a late look at how well the ma
 @triton.jit
 def pull(
     grads, thetas, ranks, table, segments, factors, all_floats, sums,
-    GRAD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    POWER: tl.constexpr, GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of each piece: Σ g·θ·m(1−m), Σ m(1−m) and Σ m. The mask is that of |θ|, or of given ranks."""
+    """Of each piece: Σ g·ψ·m(1−m), Σ m(1−m) and Σ m. The mask is that of |ψ|, or of given ranks."""
     piece = tl.program_id(0)
-    which, start, length, _ = even_row_of(table, piece, ALIGNED)
+    which, start, length, _ = row_of(table, piece)
     factor = tl.load(factors + piece)
-    theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
+    theta = tl.load(thetas + which)
     grad = tl.load(grads + which)
-    grad_at = place_of(grad, start, GRAD, ALIGNED)
-    there = grad != 0
     floats = all_floats + segment_of(segments, piece) * FLOATS
     slope, center, shift = line_of(floats)
     if ranks is not None:
@@ -48,16 +48,16 @@ def pull(
     for i in range(0, length, BLOCK):
         here = i + tl.arange(0, BLOCK)
         inside = here < length
-        theta = tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)
+        psi = value_of(read(theta, start, i, length, DTYPE, BLOCK), POWER)
         g = tl.zeros((BLOCK,), tl.float32)
-        if there:
-            g = tl.load(grad_at + here, mask=inside, other=0.0).to(tl.float32)
-        u = tl.abs(theta) * factor
+        if grad != 0:
+            g = read(grad, start, i, length, GRAD, BLOCK).to(tl.float32)
+        u = tl.abs(psi) * factor
         if ranks is not None:
             u = tl.load(rank_at + here, mask=inside, other=0.0)
         m = mask_of(u, slope, center, shift)
         steep = tl.where(inside, m - m * m, 0.0)
-        a1 += g * theta * steep
+        a1 += g * psi * steep
         a2 += steep
         f += tl.where(inside, m, 0.0)
     one = tl.sum(a1)
@@ -70,7 +70,7 @@ def pull(
 
 @triton.jit
 def ratios(grads, limits, sums, costs, floats, out, ROWS: tl.constexpr):
-    """a₁/a₂ = Σ g·θ·m(1−m) / Σ c·m(1−m) of every segment that has a gradient; 0 where the mask is flat."""
+    """a₁/a₂ = Σ g·ψ·m(1−m) / Σ c·m(1−m) of every segment that has a gradient; 0 where the mask is flat."""
     segment = tl.program_id(0)
     first_tensor = tl.load(limits + 6 * segment + 4)
     found = tl.full((), 0, tl.int64)
@@ -100,11 +100,11 @@ def ratios(grads, limits, sums, costs, floats, out, ROWS: tl.constexpr):
 @triton.jit
 def through_mask(
     grads, thetas, table, segments, factors, costs, all_floats, out,
-    GRAD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    POWER: tl.constexpr, GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """∂L/∂θ = m·g + sign(θ)·(∂u/∂|θ|)·βm(1−m)·(g·θ − c·a₁/a₂)."""
+    """∂L/∂ψ = m·g + sign(ψ)·(∂u/∂|ψ|)·βm(1−m)·(g·ψ − c·a₁/a₂)."""
     piece = tl.program_id(0)
-    which, start, length, _ = even_row_of(table, piece, ALIGNED)
+    which, start, length, _ = row_of(table, piece)
     grad = tl.load(grads + which)
     if grad != 0:
         factor = tl.load(factors + piece)
@@ -113,25 +113,25 @@ def through_mask(
         back = (tl.load(out + 2 * segment + RATIO) * tl.load(costs + piece)).to(tl.float32)
         scale = tl.load(floats + BETA).to(tl.float32) * factor
         slope, center, shift = line_of(floats)
-        theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
-        grad_at = place_of(grad, start, GRAD, ALIGNED)
+        theta = tl.load(thetas + which)
         for i in range(0, length, BLOCK):
-            here = i + tl.arange(0, BLOCK)
-            inside = here < length
-            theta = tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)
-            g = tl.load(grad_at + here, mask=inside, other=0.0).to(tl.float32)
-            m = mask_of(tl.abs(theta) * factor, slope, center, shift)
-            sign = tl.where(theta > 0.0, 1.0, tl.where(theta < 0.0, -1.0, 0.0))
-            moved = sign * scale * (m - m * m) * (g * theta - back)
-            tl.store(grad_at + here, (m * g + moved).to(GRAD), mask=inside)
+            x = read(theta, start, i, length, DTYPE, BLOCK)
+            psi = value_of(x, POWER)
+            g = read(grad, start, i, length, GRAD, BLOCK).to(tl.float32)
+            m = mask_of(tl.abs(psi) * factor, slope, center, shift)
+            sign = tl.where(psi > 0.0, 1.0, tl.where(psi < 0.0, -1.0, 0.0))
+            turned = m * g + sign * scale * (m - m * m) * (g * psi - back)
+            if POWER != 1.0:
+                turned *= slope_of(x, POWER)
+            write(grad, start, i, length, turned, GRAD, BLOCK)
 
 
 @triton.jit
 def through_learned(
     grads, thetas, ranks, learned, table, segments, costs, all_floats, out,
-    ADD: tl.constexpr, GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, POWER: tl.constexpr, GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """∂L/∂θ = m·g; and for the learned ranks of the mask βm(1−m)·(g·θ − c·a₁/a₂), into their gradient or added to it."""
+    """∂L/∂ψ = m·g; and for the learned ranks of the mask βm(1−m)·(g·ψ − c·a₁/a₂), into their gradient or added to it."""
     piece = tl.program_id(0)
     which, start, length, _ = row_of(table, piece)
     grad = tl.load(grads + which)
@@ -150,9 +150,9 @@ def through_learned(
         m = mask_of(tl.load(rank_at + here, mask=inside, other=0.0), slope, center, shift)
         pull = tl.zeros((BLOCK,), tl.float32)
         if grad != 0:
-            theta = tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)
+            psi = value_of(tl.load(theta_at + here, mask=inside, other=0.0), POWER)
             g = tl.load(grad_at + here, mask=inside, other=0.0)
-            pull = g.to(tl.float32) * theta
+            pull = g.to(tl.float32) * psi
             tl.store(grad_at + here, g * m.to(GRAD), mask=inside)
         moved = beta * (m - m * m) * (pull - back)
         if ADD:
@@ -164,21 +164,20 @@ def through_learned(
 def where(
     grads, thetas, ranks, masks, more_masks, numbers, scale, table, segments, factors,
     all_floats, all_ints, more_values, more_cuts,
-    KEPT: tl.constexpr, MORE: tl.constexpr, DECAY: tl.constexpr,
-    GRAD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    KEPT: tl.constexpr, MORE: tl.constexpr, DECAY: tl.constexpr, POWER: tl.constexpr,
+    GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """g times a factor on A, on B∖A and on the rest; with DECAY, that factor times θ is added to g.
+    """g times a factor on A, on B∖A and on the rest; with DECAY, that factor times ψ is added to g. Both times the slope.
 
-    A and B are EVERYTHING, what is ABOVE a threshold of |θ| or of given ranks, or STORED, a byte an entry. `numbers`
+    A and B are EVERYTHING, what is ABOVE a threshold of |ψ| or of given ranks, or STORED, a byte an entry. `numbers`
     has the three factors of every segment. A loss scale, where there is one, multiplies what is added.
     """
     piece = tl.program_id(0)
-    which, start, length, position = even_row_of(table, piece, ALIGNED)
+    which, start, length, position = row_of(table, piece)
     grad = tl.load(grads + which)
     if grad != 0:
         factor = tl.load(factors + piece)
-        theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
-        grad_at = place_of(grad, start, GRAD, ALIGNED)
+        theta = tl.load(thetas + which)
         segment = segment_of(segments, piece)
         on_a = tl.load(numbers + 3 * segment)
         on_b = tl.load(numbers + 3 * segment + 1)
@@ -196,18 +195,18 @@ def where(
             more_at = tl.load(more_masks + which).to(tl.pointer_type(tl.int8)) + start
         if KEPT == ABOVE:
             value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
-            cut = tl.load(all_ints + segment * INTS + CUT) - position
+            cut = cut_within(tl.load(all_ints + segment * INTS + CUT), position)
         if MORE == ABOVE:
             more_value = tl.load(more_values + segment).to(tl.float32)
-            more_cut = tl.load(more_cuts + segment) - position
+            more_cut = cut_within(tl.load(more_cuts + segment), position)
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
             inside = here < length
             u = tl.zeros((BLOCK,), tl.float32)
-            theta = tl.zeros((BLOCK,), tl.float32)
-            if DECAY or ((KEPT == ABOVE or MORE == ABOVE) and ranks is None):
-                theta = tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)
-                u = tl.abs(theta) * factor
+            x = tl.zeros((BLOCK,), DTYPE)
+            if DECAY or POWER != 1.0 or ((KEPT == ABOVE or MORE == ABOVE) and ranks is None):
+                x = read(theta, start, i, length, DTYPE, BLOCK)
+                u = tl.abs(value_of(x, POWER)) * factor
             if ranks is not None:
                 u = tl.load(rank_at + here, mask=inside, other=0.0)
             by = tl.zeros((BLOCK,), tl.float32) + on_rest
@@ -223,12 +222,14 @@ def where(
                 by = tl.where(tl.load(mask_at + here, mask=inside, other=0) != 0, on_a, by)
             else:
                 by = tl.zeros((BLOCK,), tl.float32) + on_a
-            g = tl.load(grad_at + here, mask=inside, other=0.0).to(tl.float32)
+            g = read(grad, start, i, length, GRAD, BLOCK).to(tl.float32)
+            if POWER != 1.0:
+                by *= slope_of(x, POWER)
             if DECAY:
-                g += (by * theta).to(DTYPE).to(tl.float32)
+                g += (by * value_of(x, POWER)).to(DTYPE).to(tl.float32)
             else:
                 g = tl.where(by == 0.0, 0.0, g * by)  # a NaN where nothing is to come is none
-            tl.store(grad_at + here, g.to(GRAD), mask=inside)
+            write(grad, start, i, length, g, GRAD, BLOCK)
 
 
 @triton.jit
@@ -265,9 +266,10 @@ def times_mask(grads, masks, table, GRAD: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def teach(
-    grads, thetas, learned, table, ADD: tl.constexpr, GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """g·θ of every entry, into the gradient of what is learned, or added to it; a missing g counts as zero."""
+    grads, thetas, learned, table,
+    ADD: tl.constexpr, POWER: tl.constexpr, GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """g·ψ of every entry, into the gradient of what is learned, or added to it; a missing g counts as zero."""
     piece = tl.program_id(0)
     which, start, length, _ = row_of(table, piece)
     grad = tl.load(grads + which)
@@ -279,8 +281,8 @@ def teach(
         inside = here < length
         pull = tl.zeros((BLOCK,), tl.float32)
         if grad != 0:
-            theta = tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)
-            pull = tl.load(grad_at + here, mask=inside, other=0.0).to(tl.float32) * theta
+            psi = value_of(tl.load(theta_at + here, mask=inside, other=0.0), POWER)
+            pull = tl.load(grad_at + here, mask=inside, other=0.0).to(tl.float32) * psi
         if ADD:
             pull += tl.load(learned_at + here, mask=inside, other=0.0)
         tl.store(learned_at + here, pull, mask=inside)
@@ -289,9 +291,9 @@ def teach(
 @triton.jit
 def pull_on_shift(
     grads, thetas, ranks, taus, table, segments, factors, all_floats, all_ints, sums,
-    GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    POWER: tl.constexpr, GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of each piece −Σ g·θ/u where kept and shrunk: what a shift of its ranks does to the loss."""
+    """Of each piece −Σ g·ψ/u where kept and shrunk: what a shift of its ranks does to the loss."""
     piece = tl.program_id(0)
     which, start, length, position = row_of(table, piece)
     grad = tl.load(grads + which)
@@ -303,17 +305,17 @@ def pull_on_shift(
         rank_at = tl.load(ranks + which).to(tl.pointer_type(tl.float32)) + start
         grad_at = grad.to(tl.pointer_type(GRAD)) + start
         value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
-        cut = tl.load(all_ints + segment * INTS + CUT) - position
+        cut = cut_within(tl.load(all_ints + segment * INTS + CUT), position)
         tau = tl.load(taus + segment).to(tl.float32)
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
             inside = here < length
-            theta = tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)
+            psi = value_of(tl.load(theta_at + here, mask=inside, other=0.0), POWER)
             rank = tl.load(rank_at + here, mask=inside, other=0.0)
             g = tl.load(grad_at + here, mask=inside, other=0.0).to(tl.float32)
-            u = tl.abs(theta) * factor
+            u = tl.abs(psi) * factor
             moves = inside & kept_of(rank, here, value, cut) & (u > 0.0) & (rank - tau < u)
-            found -= tl.where(moves, g * theta / tl.where(u > 0.0, u, 1.0), 0.0)
+            found -= tl.where(moves, g * psi / tl.where(u > 0.0, u, 1.0), 0.0)
     tl.store(sums + 4 * piece, tl.sum(found).to(tl.float64))
 
 
@@ -335,30 +337,26 @@ def learn_shift(sums, stretches, shifts, learned, ADD: tl.constexpr, ROWS: tl.co
 
 
 @triton.jit
-def check(grads, table, bad, numbers, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def check(grads, table, bad, numbers, GRAD: tl.constexpr, BLOCK: tl.constexpr):
     """The first tensor whose gradient is not finite is named in `bad`, by its number."""
     piece = tl.program_id(0)
-    which, start, length, _ = even_row_of(table, piece, ALIGNED)
+    which, start, length, _ = row_of(table, piece)
     grad = tl.load(grads + which)
     if grad != 0:
-        grad_at = place_of(grad, start, GRAD, ALIGNED)
         wrong = tl.zeros((BLOCK,), tl.int32)
         for i in range(0, length, BLOCK):
-            here = i + tl.arange(0, BLOCK)
-            g = tl.load(grad_at + here, mask=here < length, other=0.0).to(tl.float32)
+            g = read(grad, start, i, length, GRAD, BLOCK).to(tl.float32)
             wrong += ((tl.abs(g) < float("inf")) == 0).to(tl.int32)
         if tl.sum(wrong) > 0:
             tl.atomic_min(bad, tl.load(numbers + which))
 
 
 @triton.jit
-def clear(grads, table, bad, FINE: tl.constexpr, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def clear(grads, table, bad, FINE: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr):
     """No gradient at all, if one was not finite: the optimizer's state stays clean."""
     if tl.load(bad) != FINE:
-        which, start, length, _ = even_row_of(table, tl.program_id(0), ALIGNED)
+        which, start, length, _ = row_of(table, tl.program_id(0))
         grad = tl.load(grads + which)
         if grad != 0:
-            grad_at = place_of(grad, start, GRAD, ALIGNED)
             for i in range(0, length, BLOCK):
-                here = i + tl.arange(0, BLOCK)
-                tl.store(grad_at + here, tl.zeros((BLOCK,), GRAD), mask=here < length)
+                write(grad, start, i, length, tl.zeros((BLOCK,), GRAD), GRAD, BLOCK)

@@ -60,10 +60,6 @@ class Launcher:
         written = self.parameters if all_of_them else [p for p in parameters or () if p is not None]
         torch.autograd.graph.increment_version(written)  # behind torch's back
 
-    def aligned(self, *tables: Addresses) -> bool:
-        """Whether kernels may read and write 16 bytes at a time."""
-        return self.pieces.even and all(table.aligned for table in tables)
-
     def kinds(self, grads: Grads) -> dict[str, Any]:
         """The types of gradients and θ."""
         return {"GRAD": next((DTYPES[g.dtype] for g in grads if g is not None), self.dtype), "DTYPE": self.dtype}
@@ -90,12 +86,12 @@ class Launcher:
             self.replay(*self._checked[1:])
             return
         to_grads, table = self.to_grads.of(grads), self.pieces.table
-        kinds = {"GRAD": self.kinds(grads)["GRAD"], "ALIGNED": self.aligned(self.to_grads)}
+        kind = self.kinds(grads)["GRAD"]
 
         def launch() -> None:
-            self.run(gradient.check, to_grads, table, self.bad, self.numbers, **kinds)
-            self.run(gradient.clear, to_grads, table, self.bad, FINE=FINE, **kinds)
+            self.run(gradient.check, to_grads, table, self.bad, self.numbers, GRAD=kind)
+            self.run(gradient.clear, to_grads, table, self.bad, FINE=FINE, GRAD=kind)
 
-        key = "check", *kinds.values()
+        key = "check", kind
         self.replay(key, launch)
         self._checked = self.to_grads.version, key, launch

@@ -92,10 +92,11 @@ class KernelMasks(TorchSolver):
         self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None, learned: str | None = None
     ) -> None:
         """The thresholds of the largest magnitudes, and with a β the soft masks: one launch for all segments."""
-        self._mine, self._by_learned = ranks is None and learned is None and self.power == 1.0, None
+        seen = self.power == 1.0 or self.problem.pattern.single  # kernels of larger units know θ itself only
+        self._mine, self._by_learned = ranks is None and learned is None and seen, None
         self._saved = None
         if self._mine:
-            self._solve_by(self.topk, self.competing(), k, beta)
+            self._solve_by(self.topk, self.competing(), k, beta, self.power)
         elif learned is not None and self.state.learned[learned].dtype == torch.float32:
             self._by_learned = learned
             self._solve_by(self.topk_of("learned"), self.state.learned[learned].detach(), k, beta)
@@ -108,8 +109,8 @@ class KernelMasks(TorchSolver):
             topk.cold = topk.cold or beta is not None  # where a soft mask comes to lie depends on where it began
             self._solve_by(topk, values.contiguous(), k, beta)
 
-    def _solve_by(self, topk: TopK, values: Any, k: Budgets, beta: Sequence[float] | None) -> None:
-        topk.solve(values, k, beta)
+    def _solve_by(self, topk: TopK, values: Any, k: Budgets, beta: Sequence[float] | None, power: float = 1.0) -> None:
+        topk.solve(values, k, beta, power)
         self.a, self.dual = topk.states.selection(), None if beta is None else topk.states.duals(beta)
 
     def select(self, k: Budgets, ranks: Tensor) -> Any:

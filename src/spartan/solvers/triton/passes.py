@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from spartan.solvers.triton.moves import read, read_whole
+from spartan.solvers.triton.powers import value_of
 from spartan.solvers.triton.ptx import LOG2E, count_places, logistic
 from spartan.solvers.triton.state import (
     BETA,
@@ -25,7 +27,6 @@ from spartan.solvers.triton.state import (
     TIES,
     VALUE,
     WAITS,
-    place_of,
     row_of,
     segment_of,
     signed,
@@ -36,14 +37,13 @@ STRETCH = tl.constexpr(4)  # blocks at a time, where one program looks for somet
 
 
 @triton.jit
-def value_of(x, factor, ABS: tl.constexpr):
-    """u of an entry."""
-    x = x.to(tl.float32)
+def rank_of(x, factor, ABS: tl.constexpr, POWER: tl.constexpr):
+    """u of an entry: of a weight factor · |ψ|."""
     if ABS:
-        x = tl.abs(x) * factor
+        u = tl.abs(value_of(x, POWER)) * factor
     else:
-        x = x + 0.0  # −0.0 becomes 0.0: they are equal, and must have one key
-    return x
+        u = x.to(tl.float32) + 0.0  # −0.0 becomes 0.0: they are equal, and must have one key
+    return u
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def visit(
 @triton.jit
 def look(
     piece, addresses, table, segments, factors, kinds, all_floats, all_ints, counts, above, sums,
-    SOFT: tl.constexpr, ABS: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, SUM: tl.constexpr,
+    SOFT: tl.constexpr, ABS: tl.constexpr, POWER: tl.constexpr, DTYPE: tl.constexpr, SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Read a piece: count its keys into bins, and sum its soft mask."""
@@ -98,7 +98,6 @@ def look(
     if hard | soft:
         if sampled:
             length = tl.minimum(length, SAMPLE)
-        at = place_of(address, start, DTYPE, ALIGNED)
         mine = counts + kind * BINS
         low = signed(tl.load(ints + LOW))
         top = signed(tl.load(ints + HIGH))
@@ -116,18 +115,18 @@ def look(
         whole = length // BLOCK * BLOCK
         following = tl.zeros((BLOCK,), DTYPE)
         if whole > 0:
-            following = tl.load(at + tl.arange(0, BLOCK))
+            following = read_whole(address, start, 0, DTYPE, BLOCK)
         for i in range(0, whole, BLOCK):
-            u = value_of(following, factor, ABS)
+            u = rank_of(following, factor, ABS, POWER)
             # The next block is on its way while this one is worked on; after the last, it once more.
-            following = tl.load(at + tl.minimum(i + BLOCK, whole - BLOCK) + tl.arange(0, BLOCK))
+            following = read_whole(address, start, tl.minimum(i + BLOCK, whole - BLOCK), DTYPE, BLOCK)
             over, f, f2, least, most = visit(
                 u, None, mine, low, span, shift, top, hard, soft, slope, center, offset, over, f, f2, least, most,
                 SOFT, ABS, SUM,
             )  # fmt: skip
         if whole < length:
             here = whole + tl.arange(0, BLOCK)
-            u = value_of(tl.load(at + here, mask=here < length, other=0.0), factor, ABS)
+            u = rank_of(read(address, start, whole, length, DTYPE, BLOCK), factor, ABS, POWER)
             over, f, f2, least, most = visit(
                 u, here < length, mine, low, span, shift, top, hard, soft, slope, center, offset,
                 over, f, f2, least, most, SOFT, ABS, SUM,
@@ -144,20 +143,19 @@ def look(
 @triton.jit
 def count_ties(
     piece, addresses, table, segments, factors, floats, ints, above,
-    ABS: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    ABS: tl.constexpr, POWER: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """How many entries of a piece equal the threshold, if only some of them fit."""
     segment = segment_of(segments, piece)
     if tl.load(ints + segment * INTS + TIES) != 0:
         which, start, length, _ = row_of(table, piece)
-        at = place_of(tl.load(addresses + which), start, DTYPE, ALIGNED)
+        address = tl.load(addresses + which)
         factor = tl.load(factors + piece)
         value = tl.load(floats + segment * FLOATS + VALUE).to(tl.float32)
         found = tl.zeros((BLOCK,), tl.int32)
         for i in range(0, length, BLOCK):
-            here = i + tl.arange(0, BLOCK)
-            inside = here < length
-            u = value_of(tl.load(at + here, mask=inside, other=0.0), factor, ABS)
+            inside = i + tl.arange(0, BLOCK) < length
+            u = rank_of(read(address, start, i, length, DTYPE, BLOCK), factor, ABS, POWER)
             found += (inside & (u == value)).to(tl.int32)
         tl.store(above + piece, tl.sum(found))
 
@@ -165,7 +163,7 @@ def count_ties(
 @triton.jit
 def cut_ties(
     addresses, table, limits, factors, floats, ints, above, costs, fine_costs,
-    ABS: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ABS: tl.constexpr, POWER: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The position, in a segment, of the first entry equal to the threshold that no longer fits."""
     if tl.load(ints + TIES) != 0:
@@ -213,7 +211,7 @@ def cut_ties(
                 left = (room - spent - fit * (cost - fine)) + (fine_room - fine_spent - fit * fine)
                 fit += tl.where(left < 0.0, -1.0, tl.where(left >= cost, 1.0, 0.0))
             which, start, length, position = row_of(table, piece)
-            at = place_of(tl.load(addresses + which), start, DTYPE, ALIGNED)
+            address = tl.load(addresses + which)
             factor = tl.load(factors + piece)
             value = tl.load(floats + VALUE).to(tl.float32)
             # First the stretch of the piece in which it lies, then the place there.
@@ -222,16 +220,15 @@ def cut_ties(
             found = tl.full((), 0.0, tl.float64)
             while (stretch < length) & (seen + found <= fit):
                 seen += found
-                here = stretch + tl.arange(0, STRETCH * BLOCK)
-                inside = here < length
-                u = value_of(tl.load(at + here, mask=inside, other=0.0), factor, ABS)
+                inside = stretch + tl.arange(0, STRETCH * BLOCK) < length
+                u = rank_of(read(address, start, stretch, length, DTYPE, STRETCH * BLOCK), factor, ABS, POWER)
                 found = tl.sum((inside & (u == value)).to(tl.int32)).to(tl.float64)
                 stretch += STRETCH * BLOCK
             cut = tl.full((), -1, tl.int64)
             for i in range(tl.maximum(stretch - STRETCH * BLOCK, 0), tl.minimum(stretch, length), BLOCK):
                 here = i + tl.arange(0, BLOCK)
                 inside = here < length
-                u = value_of(tl.load(at + here, mask=inside, other=0.0), factor, ABS)
+                u = rank_of(read(address, start, i, length, DTYPE, BLOCK), factor, ABS, POWER)
                 tie = (inside & (u == value)).to(tl.int32)
                 number = seen + (tl.cumsum(tie) - tie).to(tl.float64)
                 place = tl.min(tl.where((tie != 0) & (number >= fit), here, 2147483647)).to(tl.int64)

@@ -61,7 +61,7 @@ class FormReader(KernelVectors):
         """Where kernels read what is kept; None where they cannot."""
         if isinstance(form.mask, Shifted):
             return self._shifted(form.mask.name)
-        if form.own is not None or self.power != 1.0:
+        if form.own is not None:
             return None
         states = self.topk.states
         if form.everything:
@@ -84,7 +84,7 @@ class FormReader(KernelVectors):
     def _shifted(self, name: str) -> Reading | None:
         """Ranks that a learned number per target moves; after a resume they are made once more."""
         topk, shifts = self.topk_of("ranks"), self.state.learned_per_target[name].detach()
-        if self.power != 1.0 or shifts.dtype != torch.float32:
+        if shifts.dtype != torch.float32:
             return None
         if self._saved is not None:
             self._go_on_with(topk, *self._saved)
@@ -123,9 +123,9 @@ class RowScales:
         self._factors = torch.tensor(problem.factors, dtype=torch.float32).to(device)
         self.scales = torch.ones(len(owners), dtype=torch.float32, device=device)
 
-    def launch(self, thetas: Tensor, states: States, dtype: Any) -> None:
+    def launch(self, thetas: Tensor, states: States, dtype: Any, power: float) -> None:
         """Make up for the magnitude that is not kept."""
         weights.row_scales[(len(self.scales),)](
             thetas, self._owners, self.table, self._places, self._factors, states.floats, states.ints, self.scales,
-            DTYPE=dtype, BLOCK=LONGEST, num_warps=4,
+            POWER=power, DTYPE=dtype, BLOCK=LONGEST, num_warps=4,
         )  # fmt: skip

@@ -48,8 +48,8 @@ def with_ties(ints, segments, SEGMENTS: tl.constexpr):
 def search(
     addresses, table, shares, owners, limits, factors, kinds, costs, prices, fine_costs, fine_prices,
     floats, ints, counts, above, sums, arrived, segments, most, tol,
-    SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.constexpr, ABS: tl.constexpr, DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr, SUM: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.constexpr, ABS: tl.constexpr, POWER: tl.constexpr,
+    DTYPE: tl.constexpr, SUM: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Every segment's threshold and soft mask, in at most so many passes."""
     program = tl.program_id(0)
@@ -67,7 +67,7 @@ def search(
         for piece in range(first, last):
             look(
                 piece, addresses, table, owners, factors, kinds, floats, ints, counts, above, sums,
-                SOFT, ABS, DTYPE, ALIGNED, SUM, BLOCK,
+                SOFT, ABS, POWER, DTYPE, SUM, BLOCK,
             )  # fmt: skip
         meet(arrived)
         for segment in range(program, segments, programs):
@@ -82,11 +82,13 @@ def search(
         passes += 1
     if with_ties(ints, segments, SEGMENTS) > 0:
         for piece in range(first, last):
-            count_ties(piece, addresses, table, owners, factors, floats, ints, above, ABS, DTYPE, ALIGNED, BLOCK)
+            count_ties(
+                piece, addresses, table, owners, factors, floats, ints, above, ABS, POWER, DTYPE, BLOCK
+            )  # fmt: skip
         meet(arrived)
         for segment in range(program, segments, programs):
             own = limits + 6 * segment
             cut_ties(
                 addresses, table, own, factors, floats + segment * FLOATS, ints + segment * INTS, above, costs,
-                fine_costs, ABS, DTYPE, ALIGNED, ROWS, BLOCK,
+                fine_costs, ABS, POWER, DTYPE, ROWS, BLOCK,
             )  # fmt: skip

@@ -1,7 +1,6 @@
 """Answers problems of single weights by Triton kernels: all segments in the same launches, nothing waits for the device."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,8 +8,9 @@ from torch import Tensor
 from spartan.problem.problem import Problem
 from spartan.solvers.base import FINE, Grads
 from spartan.solvers.forms import KEPT, VJP, Form, Mask, Shifted, Shrunk, Stored
-from spartan.solvers.triton import weights
+from spartan.solvers.triton import powers, weights
 from spartan.solvers.triton.reading import Reading
+from spartan.solvers.triton.tables import Addresses
 from spartan.solvers.triton.turning import KernelGradients
 
 
@@ -33,15 +33,13 @@ class TritonSolver(KernelGradients):
         """θ into the parameters of these targets."""
         x, parameters = self.kernels, self.kernels.some(which)
         tables = x.to_parameters.of(parameters), x.to_thetas.of(self._theta.views), x.pieces.table
-        kinds = self._of_weights()
-        x.write(("put", *kinds.values()), lambda: x.run(weights.put, *tables, **kinds), parameters)
+        x.write("put", lambda: x.run(weights.put, *tables, DTYPE=x.dtype), parameters)
 
     def take(self, which: Sequence[int]) -> None:
         """θ from these parameters, unless a gradient was not finite; entries that are not finite stay as they were."""
         x = self.kernels
         tables = x.to_parameters.of(x.some(which)), x.to_thetas.of(self._theta.views), x.pieces.table, x.bad, x.numbers
-        kinds = self._of_weights()
-        x.replay(("take", *kinds.values()), lambda: x.run(weights.take, *tables, FINE=FINE, **kinds))
+        x.replay("take", lambda: x.run(weights.take, *tables, FINE=FINE, DTYPE=x.dtype))
 
     def check_weights(self, which: Sequence[int]) -> None:
         """Nothing: kernels look while they take."""
@@ -64,8 +62,18 @@ class TritonSolver(KernelGradients):
         else:
             super().write(form)
 
+    def values(self) -> list[Tensor]:
+        """θ, or ψ as the kernels make it, by slab: one at the threshold must not come out above it."""
+        if self.power == 1.0 or not self.problem.pattern.single:
+            return super().values()
+        found, x = [torch.empty_like(theta) for theta in self.theta.slabs], self.kernels
+        there = Addresses(self.device).of(self.per_target(found))  # one of its own: it keeps what it lists
+        tables = x.to_thetas.of(self._theta.views), there, x.pieces.table
+        x.run(powers.values, *tables, DTYPE=x.dtype, POWER=self.power)
+        return found
+
     def project(self, form: Form) -> None:
-        """w = [kept] ⊙ mask ⊙ θ into the parameters."""
+        """w = [kept] ⊙ mask ⊙ ψ into the parameters."""
         x, p, reading = self.kernels, self.ranked, self.reading(form)
         assert reading is not None
         masks = {Mask.ONE: weights.ONE, Mask.SOFT: weights.SOFT}
@@ -77,7 +85,7 @@ class TritonSolver(KernelGradients):
             mask = weights.NUMBERS
         rows = self.row_scales if shrunk is not None and shrunk.row_scale else None
         kept = reading.kind if form.project else weights.EVERYTHING
-        kinds = {"KEPT": kept, "MASK": mask, "P": shrunk.p if shrunk else 1.0, **self._of_weights()}
+        kinds = {"KEPT": kept, "MASK": mask, "P": shrunk.p if shrunk else 1.0, "POWER": self.power, "DTYPE": x.dtype}
         scales = (None, None) if rows is None else (rows.scales, rows.table)
         thetas, states = x.to_thetas.of(self._theta.views), reading.states
         tables = x.to_parameters.of(x.parameters), thetas, reading.ranks, reading.masks, self._taus, *scales
@@ -87,7 +95,7 @@ class TritonSolver(KernelGradients):
             if mask in (weights.SHRUNK, weights.SHIFTED):
                 self._launch_below(thetas, reading)
             if rows is not None:
-                rows.launch(thetas, states, x.dtype)
+                rows.launch(thetas, states, x.dtype, self.power)
             x.run(weights.project, *tables, *rest, pieces=p, **kinds)
 
         names = *(k.value if hasattr(k, "value") else k for k in kinds.values()), rows is not None
@@ -97,9 +105,8 @@ class TritonSolver(KernelGradients):
     def _launch_below(self, thetas: Tensor, reading: Reading) -> None:
         """τ of every segment."""
         x, p, states = self.kernels, self.ranked, reading.states
-        kinds = {"DTYPE": x.dtype, "ALIGNED": x.aligned(x.to_thetas)}
         tables = thetas, reading.ranks, p.table, p.segments, p.factors, states.floats, states.ints, self._found
-        x.run(weights.largest_below, *tables, pieces=p, **kinds)
+        x.run(weights.largest_below, *tables, pieces=p, POWER=self.power, DTYPE=x.dtype)
         weights.below[(len(p.limits),)](
             p.limits, self._found, states.floats, states.ints, self._taus, ROWS=512, num_warps=4
         )
@@ -113,11 +120,6 @@ class TritonSolver(KernelGradients):
         tables = x.to_thetas.of(self._theta.views), self.stored_more(where), x.pieces.table
         x.replay("restart", lambda: x.run(weights.restart, *tables, DTYPE=x.dtype))
         torch.autograd.graph.increment_version(self._theta.views)
-
-    def _of_weights(self) -> dict[str, Any]:
-        """Of what kind parameters and θ are."""
-        x = self.kernels
-        return {"DTYPE": x.dtype, "ALIGNED": x.aligned(x.to_parameters, x.to_thetas)}
 
 
 class ByMagnitude(TritonSolver):

@@ -75,26 +75,8 @@ INTS = tl.constexpr(15)
 def row_of(table, piece):
     """Of a piece: its tensor, where it starts there, how long it is, and its position in its segment."""
     row = table + 4 * piece
-    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
-
-
-@triton.jit
-def even_row_of(table, piece, ALIGNED: tl.constexpr):
-    """The same; with ALIGNED pieces end at multiples of 8, and the compiler learns it."""
-    which, start, length, position = row_of(table, piece)
-    if ALIGNED:
-        length = length // 8 * 8
-    return which, start, length, position
-
-
-@triton.jit
-def place_of(address, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a piece begins; ALIGNED tensors, whose pieces start at multiples of 1,024, are read 16 bytes at a time."""
-    base = address.to(tl.pointer_type(DTYPE))
-    if ALIGNED:
-        base = tl.multiple_of(base, 16)
-        start = start // 1024 * 1024  # what it is anyway: now the compiler knows
-    return base + start
+    # Within a piece 32 bits are enough, and take half the registers.
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2).to(tl.int32), tl.load(row + 3)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ class Pieces:
     their fine parts (`ops.parts.CostGrid`), None where they have none and sums do not round. `limits` has a row per
     segment: its pieces, its prices and its tensors, each from the first to the one past the last. With `programs`,
     pieces also end where the entries are divided evenly among so many, and `shares` has the first piece of each, and
-    the end. `even` tells that every piece has a multiple of 8 entries.
+    the end.
 
     Args:
         sizes: entries of each tensor.
@@ -55,7 +55,6 @@ class Pieces:
     ) -> None:
         owners = [0] * len(sizes) if owners is None else owners
         self.total = sum(sizes)
-        self.even = all(n % 8 == 0 for n in sizes)
         length = LONG if programs else smallest
         while length * MOST < self.total:
             length *= 2

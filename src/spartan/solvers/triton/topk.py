@@ -44,7 +44,7 @@ class TopK:
     Args:
         sizes: entries of each tensor.
         costs: cost of an entry of each.
-        factors: u = factor · |x| of each, where weights are ranked by magnitude; None for values as they are.
+        factors: u = factor · |ψ(x)| of each, where weights are ranked by magnitude; None for values as they are.
         device: where they lie.
         owners: the segment of each tensor, in order; None for a single one.
         segments: how many there are.
@@ -85,11 +85,15 @@ class TopK:
             self.launch.update(launch_cooperative_grid=True, maxnreg=REGISTERS)
 
     def solve(
-        self, values: Sequence[Tensor] | Tensor, k: Sequence[float] | Tensor, beta: Sequence[float] | None
+        self,
+        values: Sequence[Tensor] | Tensor,
+        k: Sequence[float] | Tensor,
+        beta: Sequence[float] | None,
+        power: float = 1.0,
     ) -> None:
         """Put the thresholds, and with finite β the duals, into the states, starting from the last ones.
 
-        Values are a tensor each, or one vector of them all.
+        Values are a tensor each, or one vector of them all; weights are ranked by ψ, that power of them.
         """
         if isinstance(values, Tensor):
             where, dtype = self.addresses.along(values, self.starts), values.dtype
@@ -98,7 +102,8 @@ class TopK:
         soft, cold = beta is not None, self.cold
         self.replay.flush_if("solve")  # it has not read its numbers yet
         self._tell(k, beta)
-        self.replay(("solve", soft, cold, self.addresses.aligned), lambda: self._launch(where, dtype, soft, cold))
+        key = "solve", soft, cold, power
+        self.replay(key, lambda: self._launch(where, dtype, soft, cold, power))
         self.cold = False
 
     def _tell(self, k: Sequence[float] | Tensor, beta: Sequence[float] | None) -> None:
@@ -110,15 +115,15 @@ class TopK:
         else:
             self.states.tell(self.limits.of_numbers(k, sharpness))
 
-    def _launch(self, where: Tensor, dtype: torch.dtype, soft: bool, cold: bool) -> None:
+    def _launch(self, where: Tensor, dtype: torch.dtype, soft: bool, cold: bool, power: float) -> None:
         p, segments = self.pieces, len(self.sizes)
         sampled = cold and max(self.sizes) >= SAMPLED_FROM
         search[(len(p.shares) - 1,)](
             where, p.table, p.shares, p.segments, p.limits, p.factors, p.kinds, p.costs, p.prices,
             p.fine_costs, p.fine_prices, self.states.floats, self.states.ints, self.counts, self.above, self.sums,
             self.arrived, segments, MOST_PASSES, 1e-6,
-            SOFT=soft, COLD=cold, SAMPLED=sampled, ABS=self.absolute, DTYPE=DTYPES[dtype],
-            ALIGNED=self.addresses.aligned, SUM=tl.float64 if max(self.sizes) <= WIDE else tl.float32,
+            SOFT=soft, COLD=cold, SAMPLED=sampled, ABS=self.absolute, POWER=power, DTYPE=DTYPES[dtype],
+            SUM=tl.float64 if max(self.sizes) <= WIDE else tl.float32,
             SEGMENTS=triton.next_power_of_2(segments), BLOCK=BLOCK, ROWS=512, **self.launch,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags, Grads
 from spartan.solvers.forms import KEPT, VJP, Form, Mask, PerSegment, Shifted, Stored, Where
-from spartan.solvers.triton import gradient, weights
+from spartan.solvers.triton import gradient, powers, weights
 from spartan.solvers.triton.reading import FormReader
 from spartan.solvers.triton.tables import Addresses, Numbers
 
@@ -50,7 +50,9 @@ class KernelGradients(FormReader):
             self.through_mask(form, turned)
         else:
             self.teach(form, turned)
-            if not form.back.everywhere:
+            if form.back.everywhere:
+                self._times_slope(turned)
+            else:
                 self.where(form, turned)
         return turned
 
@@ -58,10 +60,11 @@ class KernelGradients(FormReader):
         """Through the mask, in place: the slope of a soft one goes to what ranks."""
         x, p, reading = self.kernels, self.ranked, self.reading(form)
         assert reading is not None
-        kinds, to_grads = self._of_gradients(grads), x.to_grads.table
+        kinds, to_grads = self._kinds(grads), x.to_grads.of(grads)
         if isinstance(form.mask, Stored):
             masked = to_grads, reading.masks, x.pieces.table
             x.replay(("times", kinds["GRAD"]), lambda: x.run(gradient.times_mask, *masked, GRAD=kinds["GRAD"]))
+            self._times_slope(grads)
             return
         thetas, floats, out = x.to_thetas.of(self._theta.views), reading.states.floats, self.flags.residuals
         tables = to_grads, thetas, p.table, p.segments, p.factors
@@ -76,12 +79,13 @@ class KernelGradients(FormReader):
                 x.run(gradient.through_mask, *tables, p.costs, floats, out, pieces=p, **kinds)
             else:
                 both = *tables[:2], reading.ranks, learned, p.table, p.segments, p.costs, floats, out
-                plain = {key: kinds[key] for key in ("GRAD", "DTYPE")}
-                x.run(gradient.through_learned, *both, pieces=p, ADD=add, **plain)
+                x.run(gradient.through_learned, *both, pieces=p, ADD=add, **kinds)
 
         key = "through_mask", form.learned, add, *kinds.values()
         x.replay(key, launch_all)
         self.launched("turn", form, x.to_grads, key, launch_all)
+        if learned is not None:
+            self._times_slope(grads)
 
     def _through_shift(self, name: str, form: Form, grads: Grads) -> None:
         """g where kept, in place; and the sum over each target for what shifts its ranks."""
@@ -90,7 +94,7 @@ class KernelGradients(FormReader):
         add = parameter.grad is not None
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
-        states, kinds = reading.states, x.kinds(grads)
+        states, kinds = reading.states, self._kinds(grads)
         tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), reading.ranks, self._taus, p.table, p.segments
         x.run(gradient.pull_on_shift, *tables, p.factors, states.floats, states.ints, self._sums, pieces=p, **kinds)
         gradient.learn_shift[(len(parameter),)](
@@ -106,8 +110,16 @@ class KernelGradients(FormReader):
         if reading.kind is weights.STORED and form.back == KEPT:
             kind, tables = x.kinds(grads)["GRAD"], (x.to_grads.of(grads), reading.masks, x.pieces.table)
             x.replay(("where stored", kind), lambda: x.run(gradient.where_stored, *tables, GRAD=kind))
+            self._times_slope(grads)
         else:
             self._where_or_decay(form, form.back, grads, self._factors_there, None, False)
+
+    def _times_slope(self, grads: Grads) -> None:
+        """Gradients for ψ into gradients for θ, in place."""
+        if self.power != 1.0:
+            x, kinds = self.kernels, self._kinds(grads)
+            tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), x.pieces.table
+            x.replay(("slope", *kinds.values()), lambda: x.run(powers.times_slope, *tables, **kinds))
 
     def add_decay(self, form: Form, grads: Grads, scale: Tensor | None = None) -> None:
         """Add to gradients for θ what the form adds whatever the loss."""
@@ -132,9 +144,9 @@ class KernelGradients(FormReader):
             self._b_there[0].copy_(self.b.value)
             self._b_there[1].copy_(self.b.cut)
         numbers = there.of([each(n, s) for s in range(len(self.problem.segments)) for n in (by.a, by.b, by.c)])
-        kinds = {"KEPT": reading.kind, "MORE": more, "DECAY": decay, **self._of_gradients(grads)}
+        kinds = {"KEPT": reading.kind, "MORE": more, "DECAY": decay, **self._kinds(grads)}
         sources = x.to_thetas.of(self._theta.views), reading.ranks, reading.masks, more_masks, numbers, scale
-        tables = x.to_grads.table, *sources, p.table, p.segments, p.factors
+        tables = x.to_grads.of(grads), *sources, p.table, p.segments, p.factors
         states = reading.states.floats, reading.states.ints, *self._b_there
 
         def launch() -> None:
@@ -150,11 +162,11 @@ class KernelGradients(FormReader):
         """The gradient of learned ranks, into their `.grad`: g·θ, where masks are stored."""
         if form.learned is None or form.mask is Mask.ONE:
             return
-        if self.power != 1.0 or not isinstance(form.mask, Stored) or not self.problem.pattern.single:
+        if not isinstance(form.mask, Stored) or not self.problem.pattern.single:
             super().teach(form, grads)
             return
         learned, add = self._to_learn(form.learned)
-        x, kinds = self.kernels, {**self.kernels.kinds(grads), "ADD": add}
+        x, kinds = self.kernels, {**self._kinds(grads), "ADD": add}
         tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), learned, x.pieces.table
         x.replay(("teach", *kinds.values()), lambda: x.run(gradient.teach, *tables, **kinds))
 
@@ -166,12 +178,9 @@ class KernelGradients(FormReader):
             parameter.grad = torch.empty_like(parameter)
         return self._to_learned.along(parameter.grad, self.topk.starts), add
 
-    def _of_gradients(self, grads: Grads) -> dict[str, Any]:
-        """Of what kind gradients and θ are."""
-        x = self.kernels
-        to_grads = x.to_grads
-        to_grads.of(grads)
-        return x.kinds(grads) | {"ALIGNED": x.aligned(to_grads, x.to_thetas)}
+    def _kinds(self, grads: Grads) -> dict[str, Any]:
+        """The power of θ that methods see, and the types of gradients and θ."""
+        return {"POWER": self.power, **self.kernels.kinds(grads)}
 
 
 def each(number: PerSegment, segment: int) -> float:

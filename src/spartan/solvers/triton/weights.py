@@ -6,6 +6,8 @@ An address of 0 stands for a tensor that is left alone.
 import triton
 import triton.language as tl
 
+from spartan.solvers.triton.moves import narrow_at, read, write
+from spartan.solvers.triton.powers import value_of
 from spartan.solvers.triton.ptx import LOG2E, log_of_one_plus, logistic
 from spartan.solvers.triton.state import (
     BETA,
@@ -15,8 +17,6 @@ from spartan.solvers.triton.state import (
     INTS,
     OFFSET,
     VALUE,
-    even_row_of,
-    place_of,
     row_of,
     segment_of,
 )
@@ -47,6 +47,12 @@ def mask_of(u, slope, center, shift):
 
 
 @triton.jit
+def cut_within(cut, position):
+    """Where a cut lies, counted from a position on: in 32 bits, as places within a piece are."""
+    return tl.minimum(tl.maximum(cut - position, 0), 2147483647).to(tl.int32)
+
+
+@triton.jit
 def kept_of(u, here, value, cut):
     """What a threshold keeps: what is above it, and of what is equal to it the first."""
     return (u > value) | ((u == value) & (here < cut))
@@ -71,30 +77,29 @@ def shrunk_of(u, tau, P: tl.constexpr):
 def project(
     parameters, thetas, ranks, masks, taus, scales, rows, table, segments, factors, all_floats, all_ints,
     KEPT: tl.constexpr, MASK: tl.constexpr, P: tl.constexpr,
-    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    POWER: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """w = [kept] ⊙ mask ⊙ θ into the parameters; exactly +0.0 where not kept.
+    """w = [kept] ⊙ mask ⊙ ψ into the parameters; exactly +0.0 where not kept.
 
-    KEPT is EVERYTHING, what is ABOVE the threshold of |θ| or of given ranks, or STORED in `masks`, a byte an entry. MASK
+    KEPT is EVERYTHING, what is ABOVE the threshold of |ψ| or of given ranks, or STORED in `masks`, a byte an entry. MASK
     is ONE, SOFT, SHRUNK, NUMBERS, which `masks` holds then, or SHIFTED, min(rank − τ, u)/u. `scales` has a number for
     each row of a weight, `rows` the first row of each target and the length of its rows; None for none.
     """
     piece = tl.program_id(0)
-    which, start, length, position = even_row_of(table, piece, ALIGNED)
+    which, start, length, position = row_of(table, piece)
     parameter = tl.load(parameters + which)
     if parameter != 0:
         segment = segment_of(segments, piece)
         floats = all_floats + segment * FLOATS
         factor = tl.load(factors + piece)
-        theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
-        parameter_at = place_of(parameter, start, DTYPE, ALIGNED)
+        theta = tl.load(thetas + which)
         if ranks is not None:
             rank_at = tl.load(ranks + which).to(tl.pointer_type(tl.float32)) + start
         if masks is not None:
             kind: tl.constexpr = tl.float32 if MASK == NUMBERS else tl.int8
             mask_at = tl.load(masks + which).to(tl.pointer_type(kind)) + start
         value = tl.load(floats + VALUE).to(tl.float32)
-        cut = tl.load(all_ints + segment * INTS + CUT) - position
+        cut = cut_within(tl.load(all_ints + segment * INTS + CUT), position)
         if MASK == SOFT:
             slope, center, shift = line_of(floats)
         if MASK == SHRUNK:
@@ -107,29 +112,29 @@ def project(
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
             inside = here < length
-            theta = tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)
-            u = tl.abs(theta) * factor
+            psi = value_of(read(theta, start, i, length, DTYPE, BLOCK), POWER)
+            u = tl.abs(psi) * factor
             if ranks is not None:
                 u = tl.load(rank_at + here, mask=inside, other=0.0)
-            w = theta
+            w = psi
             if MASK == SOFT:
-                w = theta * mask_of(u, slope, center, shift).to(DTYPE).to(tl.float32)
+                w = psi * mask_of(u, slope, center, shift).to(DTYPE).to(tl.float32)
             elif MASK == SHRUNK:
                 m = shrunk_of(u, tau, P)
                 if scales is not None:
                     m *= tl.load(scales + first_row + (start + here) // long, mask=inside, other=0.0)
-                w = theta * m.to(DTYPE).to(tl.float32)
+                w = psi * m.to(DTYPE).to(tl.float32)
             elif MASK == SHIFTED:
-                size = tl.abs(theta) * factor
+                size = tl.abs(psi) * factor
                 m = tl.where(size > 0.0, tl.minimum(u - tau, size) / tl.where(size > 0.0, size, 1.0), 1.0)
-                w = theta * m.to(DTYPE).to(tl.float32)
+                w = psi * m.to(DTYPE).to(tl.float32)
             elif MASK == NUMBERS:
-                w = theta * tl.load(mask_at + here, mask=inside, other=0.0).to(DTYPE).to(tl.float32)
+                w = psi * tl.load(mask_at + here, mask=inside, other=0.0).to(DTYPE).to(tl.float32)
             if KEPT == ABOVE:
                 w = tl.where(kept_of(u, here, value, cut), w, 0.0)
             elif KEPT == STORED:
                 w = tl.where(tl.load(mask_at + here, mask=inside, other=0) != 0, w, 0.0)
-            tl.store(parameter_at + here, w.to(DTYPE), mask=inside)
+            write(parameter, start, i, length, w, DTYPE, BLOCK)
 
 
 @triton.jit
@@ -141,7 +146,7 @@ def keep(ranks, masks, starts, table, segments, all_floats, all_ints, BLOCK: tl.
     rank_at = ranks + tl.load(starts + which) + start
     mask_at = masks + tl.load(starts + which) + start
     value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
-    cut = tl.load(all_ints + segment * INTS + CUT) - position
+    cut = cut_within(tl.load(all_ints + segment * INTS + CUT), position)
     for i in range(0, length, BLOCK):
         here = i + tl.arange(0, BLOCK)
         inside = here < length
@@ -165,15 +170,15 @@ def restart(thetas, masks, table, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def largest_below(
     thetas, ranks, table, segments, factors, all_floats, all_ints, found,
-    DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    POWER: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The largest u, or rank, of each piece below the threshold, where units equal to it are kept; else nothing is read."""
     piece = tl.program_id(0)
-    which, start, length, _ = even_row_of(table, piece, ALIGNED)
+    which, start, length, _ = row_of(table, piece)
     segment = segment_of(segments, piece)
     if tl.load(all_ints + segment * INTS + CUT) > 0:
         factor = tl.load(factors + piece)
-        theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
+        theta = tl.load(thetas + which)
         value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
         if ranks is not None:
             rank_at = tl.load(ranks + which).to(tl.pointer_type(tl.float32)) + start
@@ -182,7 +187,7 @@ def largest_below(
             here = i + tl.arange(0, BLOCK)
             inside = here < length
             if ranks is None:
-                u = tl.abs(tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32)) * factor
+                u = tl.abs(value_of(read(theta, start, i, length, DTYPE, BLOCK), POWER)) * factor
             else:
                 u = tl.load(rank_at + here, mask=inside, other=0.0)
             most = tl.maximum(most, tl.where(inside & (u < value), u, -float("inf")))
@@ -207,8 +212,9 @@ def below(limits, found, all_floats, all_ints, taus, ROWS: tl.constexpr):
 
 @triton.jit
 def row_scales(
-    thetas, owners, rows, targets, factors, all_floats, all_ints, scales, DTYPE: tl.constexpr, BLOCK: tl.constexpr
-):
+    thetas, owners, rows, targets, factors, all_floats, all_ints, scales,
+    POWER: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """1.01/(r + 0.01) of every row, r the share of its magnitude that is kept.
 
     `owners` has the target of each row; `targets` of each target its segment and its first position there.
@@ -218,7 +224,7 @@ def row_scales(
     long = tl.load(rows + 2 * which + 1)
     start = (row - tl.load(rows + 2 * which)) * long
     segment = tl.load(targets + 2 * which)
-    cut = tl.load(all_ints + segment * INTS + CUT) - tl.load(targets + 2 * which + 1) - start
+    cut = cut_within(tl.load(all_ints + segment * INTS + CUT), tl.load(targets + 2 * which + 1) + start)
     value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
     factor = tl.load(factors + which)
     theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
@@ -227,7 +233,7 @@ def row_scales(
     for i in range(0, long, BLOCK):
         here = i + tl.arange(0, BLOCK)
         inside = here < long
-        x = tl.abs(tl.load(theta_at + here, mask=inside, other=0.0).to(tl.float32))
+        x = tl.abs(value_of(tl.load(theta_at + here, mask=inside, other=0.0), POWER))
         whole += x
         left += tl.where(kept_of(x * factor, here, value, cut) & inside, x, 0.0)
     r = (tl.sum(left) / long + 1e-6) / (tl.sum(whole) / long + 1e-6)
@@ -237,40 +243,36 @@ def row_scales(
 @triton.jit
 def take(
     parameters, thetas, table, bad, numbers,
-    FINE: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    FINE: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """θ from the parameters, unless `bad` names a gradient. An entry that is not finite stays as it was."""
     piece = tl.program_id(0)
-    which, start, length, _ = even_row_of(table, piece, ALIGNED)
+    which, start, length, _ = row_of(table, piece)
     parameter = tl.load(parameters + which)
     if parameter != 0:
         good = tl.load(bad) == FINE
-        theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
-        parameter_at = place_of(parameter, start, DTYPE, ALIGNED)
+        theta = tl.load(thetas + which)
         wrong = tl.zeros((BLOCK,), tl.int32)
         for i in range(0, length, BLOCK):
             here = i + tl.arange(0, BLOCK)
             inside = here < length
-            theta = tl.load(parameter_at + here, mask=inside, other=0.0)
-            finite = tl.abs(theta.to(tl.float32)) < float("inf")
+            x = read(parameter, start, i, length, DTYPE, BLOCK)
+            finite = tl.abs(x.to(tl.float32)) < float("inf")
             wrong += (inside & (finite == 0)).to(tl.int32)
             if good:  # whole runs are stored: what stays as it was is read, and stored again
-                was = tl.load(theta_at + here, mask=inside & (finite == 0), other=0.0)
-                tl.store(theta_at + here, tl.where(finite, theta, was), mask=inside)
+                was = tl.load(narrow_at(theta, start, DTYPE) + here, mask=inside & (finite == 0), other=0.0)
+                write(theta, start, i, length, tl.where(finite, x, was), DTYPE, BLOCK)
         if tl.sum(wrong) > 0:
             tl.atomic_min(bad + 1, tl.load(numbers + which))
 
 
 @triton.jit
-def put(parameters, thetas, table, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def put(parameters, thetas, table, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     """θ into the parameters."""
     piece = tl.program_id(0)
-    which, start, length, _ = even_row_of(table, piece, ALIGNED)
+    which, start, length, _ = row_of(table, piece)
     parameter = tl.load(parameters + which)
     if parameter != 0:
-        theta_at = place_of(tl.load(thetas + which), start, DTYPE, ALIGNED)
-        parameter_at = place_of(parameter, start, DTYPE, ALIGNED)
+        theta = tl.load(thetas + which)
         for i in range(0, length, BLOCK):
-            here = i + tl.arange(0, BLOCK)
-            inside = here < length
-            tl.store(parameter_at + here, tl.load(theta_at + here, mask=inside), mask=inside)
+            write(parameter, start, i, length, read(theta, start, i, length, DTYPE, BLOCK), DTYPE, BLOCK)
