@@ -1,7 +1,7 @@
 """Finds the hard and the soft top-k over tensors that lie in shards: passes as in `topk`, and sums over processes.
 
-How many passes there are is known on the device only. As many as the last search took are launched one after the other;
-then the host looks, and goes on while something is left to do.
+How many passes it takes is known on the device only. A few, or as many as the last search took, are launched one after
+the other; then the host looks, and goes on while something is left to do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,12 @@ from spartan.problem.problem import Problem
 from spartan.solvers.pools import Selection
 from spartan.solvers.triton import rounds
 from spartan.solvers.triton.launch import DTYPES
-from spartan.solvers.triton.state import BINS, COST, CUT, HARD_DONE, SOFT_DONE, TIES, VALUE, WHOLE_CUT, States
+from spartan.solvers.triton.state import BINS, COST, CUT, HARD_DONE, PASSES, SOFT_DONE, TIES, VALUE, WHOLE_CUT, States
 from spartan.solvers.triton.tables import Pieces
 from spartan.solvers.triton.topk import BLOCK, MOST_PASSES, SAMPLED_FROM, WARPS, WIDE, TopK
 from spartan.solvers.triton.weights import keep
 
+FEW_PASSES = 3  # that are launched without a look, though the last search took more
 # Numbers that are sent in a pass: so many that one price has all bins, and at least so many bins for each.
 SENT, FEWEST = BINS.value, 1 << 5
 
@@ -121,11 +122,11 @@ class ShardedTopK(TopK):
             passes += 1
             if passes < expected:
                 continue
-            left = self.states.ints[:, [HARD_DONE.value, SOFT_DONE.value, TIES.value]].tolist()
-            if all(hard and done for hard, done, _ in left) or passes >= MOST_PASSES:
+            found = self.states.ints[:, [HARD_DONE.value, SOFT_DONE.value, TIES.value, PASSES.value]].tolist()
+            if all(hard and done for hard, done, _, _ in found) or passes >= MOST_PASSES:
                 break
-        self._expected[soft, cold] = passes
-        if any(ties for _, _, ties in left):
+        self._expected[soft, cold] = min(max(row[3] for row in found), FEW_PASSES)
+        if any(row[2] for row in found):
             self._cut(search)
         self.cold = False
 
