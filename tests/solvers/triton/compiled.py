@@ -215,6 +215,7 @@ if __name__ == "__main__":
     compile_it(ratios.ratios, ROWS=512)
     compile_it(ratios.tell_pulls, {**told, "counted": "*i32"}, ROWS=512)
     compile_it(ratios.told_ratios, told)
+    compile_it(rounds.count_marked, {"masks": "*i8"}, BLOCK=2048)
     compile_it(rounds.begin_cut, {"shift": "i32"})
     compile_it(rounds.cut_here, {"step": "i32", "out": "*i64", "out_step": "i32", "targets": "i32"}, ROWS=64)
     for bins, soft in ((2048, True), (32, True), (2048, False)):

@@ -191,6 +191,19 @@ def narrow_cut(floats, ints, limits, prices, fine_prices, told, BITS: tl.constex
 
 
 @triton.jit
+def count_marked(masks, starts, table, found, BLOCK: tl.constexpr):
+    """How many units of each piece a mask of one byte a unit has."""
+    piece = tl.program_id(0)
+    which, begins, length, _ = row_of(table, piece)
+    at = masks + tl.load(starts + which) + begins
+    number = tl.zeros((BLOCK,), tl.int32)
+    for i in range(0, length, BLOCK):
+        here = i + tl.arange(0, BLOCK)
+        number += (tl.load(at + here, mask=here < length, other=0) != 0).to(tl.int32)
+    tl.store(found + piece, tl.sum(number).to(tl.int64))
+
+
+@triton.jit
 def cut_here(cuts, step, out, out_step, owners, grids, targets, ROWS: tl.constexpr):
     """How many units of each segment that lie here stand before its cut."""
     segment = tl.program_id(0)

@@ -166,6 +166,14 @@ class ShardedTopK(TopK):
             keep[(p.count,)](values, found.view(torch.int8), *tables, BLOCK=BLOCK, num_warps=WARPS)
         return found
 
+    def count(self, mask: Tensor) -> Tensor:
+        """How many units of each target that are here a mask has."""
+        p, found = self._every, torch.empty(self._every.count, dtype=torch.int64, device=mask.device)
+        if p.count:
+            tables = self._starts_there, p.table, found
+            rounds.count_marked[(p.count,)](mask.view(torch.int8), *tables, BLOCK=BLOCK, num_warps=WARPS)
+        return torch.zeros(len(self.starts), dtype=torch.int64, device=mask.device).index_add_(0, p.table[:, 0], found)
+
 
 class Search:
     """The launches of one search, between the sums over processes.

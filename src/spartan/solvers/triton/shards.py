@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spartan.problem.schedules import Moment
+from spartan.solvers.forms import Form
 from spartan.solvers.pools import Pools
 from spartan.solvers.sharded import ShardedSolver
 from spartan.solvers.torch import TorchSolver
@@ -76,6 +77,22 @@ class InShards(SharedVectors, KernelGradients):
         x.replay.run(("pull", *key), launch_pull)
         self.problem.ranks.sum(told)
         x.replay.run(("turn", *key), launch_turn)
+
+    def kept(self, form: Form) -> Tensor:
+        """A: bool per unit; asked for at every step, since processes count together what they keep."""
+        learned = form.learned
+        topk = self.topk if learned is None else self.topk_of("learned")
+        if form.everything or form.stored is not None or self.a is not topk.states.selection():
+            return super().kept(form)
+        return topk.keep(self.scores() if learned is None else self.state.learned[learned].detach())
+
+    def sum_by_target(self, *vectors: Tensor) -> Tensor:
+        """Σ over each target, in float64, of several vectors at once; masks are counted by a kernel."""
+        if len(vectors) != 1 or vectors[0].dtype != torch.bool:
+            return super().sum_by_target(*vectors)
+        assert isinstance(self.topk, ShardedTopK)
+        ranks = self.problem.ranks
+        return ranks.sum(ranks.counted(self.topk.count(vectors[0].contiguous()).double()[None]))
 
     def cuts_here(self, cuts: Tensor) -> Tensor:
         """Positions among all units as those among the units here."""
