@@ -48,7 +48,7 @@ def sharded(model: nn.Module, device: str, bf16: bool, compiled: bool) -> nn.Mod
     for holder, name in blocks_of(model):
         block = holder.get_submodule(name)
         if compiled:
-            block = torch.compile(block)  # type: ignore[assignment]
+            block = torch.compile(block, dynamic=False)  # type: ignore[assignment]  # blocks differ, batches do not
             holder.register_module(name, block)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -56,5 +56,5 @@ def sharded(model: nn.Module, device: str, bf16: bool, compiled: bool) -> nn.Mod
 
 
 def let_blocks_differ() -> None:
-    """Have the compiler make as many versions of a block's code as a model has shapes of blocks; eight are its limit."""
+    """Have the compiler make a version of a block's code for every shape of blocks; eight are its limit."""
     torch._dynamo.config.recompile_limit = 64
