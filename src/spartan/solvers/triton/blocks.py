@@ -64,7 +64,7 @@ class BlockSolver(ByMagnitude):
         # u and G = Σ g·θ of every unit; what the gradients sum of each piece.
         self._u, self._pulls = (torch.zeros(sum(numbers), dtype=torch.float32, device=device) for _ in range(2))
         self._sums = torch.zeros(self.ranked.count, 4, dtype=torch.float64, device=device)
-        self._u_by_target = self._by_target(self._u)
+        self._u_by_target = [self._u[here] for here in problem.slices]
         self.topk = self.make_topk(numbers, problem.unit_costs, None, device, **owners, replay=self.kernels.replay)
 
     def _over_units(self, kernel: Any, *arguments: Any, **kinds: Any) -> None:

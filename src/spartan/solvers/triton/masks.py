@@ -129,10 +129,6 @@ class KernelMasks(TorchSolver):
             self._others[name] = self.make_topk(*each, problem.segment_of, segments)
         return self._others[name]
 
-    def _by_target(self, units: Tensor) -> list[Tensor]:
-        units = units.contiguous()
-        return [units[here] for here in self.problem.slices]
-
     def go_on_from(self, solution: Mapping[str, Any]) -> None:
         """Take over masks that were saved, and start from them."""
         super().go_on_from(solution)
