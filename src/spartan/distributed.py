@@ -129,7 +129,8 @@ class Ranks:
     """The processes that hold the shards of some tensors between them; one process alone has no groups.
 
     Args:
-        groups: torch's process groups, one per dimension of the device mesh along which any of the tensors is sharded.
+        groups: torch's process groups, one per dimension of the device mesh along which any of the tensors is sharded
+            over several processes.
         counts: for each tensor, whether this process counts it: of several processes with the same shard, one does.
 
     Example:
@@ -152,8 +153,9 @@ class Ranks:
             for d, _ in sharded_dims(parameter):
                 group = parameter.device_mesh.get_group(d)  # type: ignore[attr-defined]
                 key = tuple(dist.get_process_group_ranks(group))
-                groups.setdefault(key, group)
-                mine.add(key)
+                if len(key) > 1:  # one process holds all of it
+                    groups.setdefault(key, group)
+                    mine.add(key)
             over.append(mine)
         # A weight that is whole along a dimension of the mesh is counted by the first process there.
         counts = [all(key in mine or dist.get_rank() == min(key) for key in groups) for mine in over]

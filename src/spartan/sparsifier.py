@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartan.averaging import Average
-from spartan.distributed import check_same, same_on_all
+from spartan.distributed import check_same, is_dtensor, same_on_all
 from spartan.following import Follower, check_free, claim, release
 from spartan.methods import as_method, check_together
 from spartan.methods.base import Method
@@ -201,7 +201,8 @@ class Sparsifier:
         if learned:
             add_learned(first, learned, self.method.learned_options)
         self._run.gradients.paused = False
-        if self._run.problem.ranks.alone and hasattr(first, "register_state_dict_post_hook"):
+        sharded = any(is_dtensor(t.parameter) for t in self._run.problem.targets)
+        if not sharded and hasattr(first, "register_state_dict_post_hook"):
             self._riding = Riding(first, self.state_dict, self.load_state_dict)
         return self
 

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 Work = Callable[..., Any]
 
 
-def on(world: int, work: Work, *args: Any, timeout: float = 60.0) -> list[Any]:
+def on(world: int, work: Work, *args: Any, timeout: float = 60.0, backend: str = "gloo") -> list[Any]:
     """What `work(rank, *args)` returned on each of `world` processes, joined by gloo; the first error is raised."""
     with tempfile.TemporaryDirectory() as folder:
         with socket.socket() as free:
@@ -28,7 +28,7 @@ def on(world: int, work: Work, *args: Any, timeout: float = 60.0) -> list[Any]:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed.fsdp", "tests.distributed.cases"])
         processes = [
-            context.Process(target=_worker, args=(rank, world, port, folder, timeout, work, args))
+            context.Process(target=_worker, args=(rank, world, port, folder, timeout, backend, work, args))
             for rank in range(world)
         ]
         for process in processes:
@@ -45,10 +45,12 @@ def on(world: int, work: Work, *args: Any, timeout: float = 60.0) -> list[Any]:
     return [x["result"] for x in found]
 
 
-def _worker(rank: int, world: int, port: int, folder: str, timeout: float, work: Work, args: tuple[Any, ...]) -> None:
+def _worker(
+    rank: int, world: int, port: int, folder: str, timeout: float, backend: str, work: Work, args: tuple[Any, ...]
+) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     try:
         result = {"result": work(rank, *args)}
     except Exception:

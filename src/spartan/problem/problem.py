@@ -86,7 +86,7 @@ class Problem:
         # Where weights lie in shards: the processes that hold the others, and where units stand in the whole.
         self.ranks = Ranks.of([t.parameter for t in self.targets])
         self.places: list[Place] = []
-        if not self.ranks.alone:
+        if any(is_dtensor(t.parameter) for t in self.targets):
             found = [self.pattern.place(t.parameter) for t in self.targets]
             self.places = [p for p in found if p is not None]
             assert len(self.places) == len(found), "check_shards() lets no unit be cut"

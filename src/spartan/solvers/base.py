@@ -133,8 +133,6 @@ def why_no_kernels(problem: Problem, kernels: str, frozen: bool = False) -> str:
     device = problem.targets[0].parameter.device
     if kernels == "torch":
         return "kernels='torch'"
-    if not problem.ranks.alone:
-        return "weights in shards"
     if kernels == "auto" and (device.type != "cuda" or torch.version.hip is not None):
         return "no NVIDIA device" if device.type == "cuda" else f"on {device.type}"
     if importlib.util.find_spec("triton") is None:
@@ -146,9 +144,12 @@ def why_no_kernels(problem: Problem, kernels: str, frozen: bool = False) -> str:
         if target.dense_stride is None:
             return f"{target.name} has gaps in its memory"
         # The order that ties are cut by.
-        if problem.pattern.single and not problem.by_memory and not target.parameter.is_contiguous() and not frozen:
+        if problem.pattern.single and not problem.by_memory and not target.local.is_contiguous() and not frozen:
             return f"{target.name} is not in row-major order"
         units = not problem.pattern.single and problem.pattern.rows is None
-        if units and target.axes.matrix(target.parameter) is None and not frozen:
+        if units and target.axes.matrix(target.local) is None and not frozen:
             return f"{target.name} is experts of inputs × outputs"
+    for target, place in zip(problem.targets, problem.places, strict=bool(problem.places)):
+        if place.window is None and not frozen:
+            return f"the shard of {target.name} is in several pieces"
     return ""

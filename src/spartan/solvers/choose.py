@@ -19,18 +19,23 @@ def solver_for(problem: Problem, flags: Flags, kernels: str, alias: bool = False
     if not why:  # Triton is imported where it runs
         from spartan.solvers.triton.blocks import BlockSolver
         from spartan.solvers.triton.rows import RowSolver
+        from spartan.solvers.triton.shards import ShardedBlocks, ShardedRuns, ShardedSingles
         from spartan.solvers.triton.single import TritonSolver
 
-        kinds = [TritonSolver, BlockSolver, RowSolver, *kinds]
+        whole: list[type[TorchSolver]] = [TritonSolver, BlockSolver, RowSolver]
+        sharded: list[type[TorchSolver]] = [ShardedSingles, ShardedBlocks, ShardedRuns]
+        kinds = [*(whole if problem.ranks.alone else sharded), *kinds]
     reasons = [why] if why else []
+    # On a CPU nobody expects kernels; why not chunks is the question.
+    on_cpu = problem.targets[0].parameter.device.type == "cpu" and kernels == "auto" and not alias
     for kind in [] if alias else kinds:
         reason = kind.why_not(problem, kernels)
         if not reason:
-            return kind(problem, flags)
+            solver = kind(problem, flags)
+            solver.why = reasons[0] if kind is ShardedSolver and not on_cpu else ""
+            return solver
         reasons.append(reason)
     solver = TorchSolver(problem, flags, alias)
-    # On a CPU nobody expects kernels; why not chunks is the question.
-    on_cpu = problem.targets[0].parameter.device.type == "cpu" and kernels == "auto" and not alias
     solver.why = reasons[1 if on_cpu else 0]
     return solver
 

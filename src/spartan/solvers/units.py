@@ -90,7 +90,8 @@ class Units:
 
     def magnitudes(self, slabs: Sequence[Tensor]) -> Tensor:
         """u = Σ|x| of every unit, by its cost and the value power."""
-        u = self.reduce([x.abs() if x.dtype.itemsize >= 4 else x.float().abs() for x in slabs])
+        wide = [x if x.dtype.itemsize >= 4 else x.float() for x in slabs]
+        u = self.reduce(torch._foreach_abs(wide))
         return times(self.problem, u, self.problem.factors)
 
     def scores(self) -> Tensor:

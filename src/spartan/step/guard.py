@@ -38,7 +38,7 @@ class Guard:
         # Where modules hold them, and under which names.
         self._slots = [t.owner._parameters for t in self.targets], [t.attribute for t in self.targets]
         self.whole = not any(map(is_dtensor, self._parameters))
-        self._fsdp = fsdp_modules(model) if not self.ranks.alone else []
+        self._fsdp = [] if self.whole else fsdp_modules(model)
         self._versions: list[int] = []
         self.perturbed: Callable[[], bool] = lambda: False  # whether weights are moved for a while, and put back
         on_device = weights.bad.device.type == "cuda"
@@ -166,7 +166,7 @@ class Guard:
         if not self._waits:
             for part, mine in zip(self.weights.parts, self.weights.local(which), strict=True):
                 if mine:
-                    grads: list[Tensor | None] = [target.parameter.grad for target in part.problem.targets]
+                    grads: list[Tensor | None] = [target.local_grad for target in part.problem.targets]
                     if len(mine) < len(grads):
                         some = set(mine)
                         grads = [grad if i in some else None for i, grad in enumerate(grads)]
@@ -260,7 +260,8 @@ def _first_non_finite(tensors: Iterable[tuple[int, Tensor | None]]) -> int | Non
     there = [(i, t.detach()) for i, t in tensors if t is not None and t.numel()]
     if not there:
         return None
-    if torch.isfinite(torch.stack([t.sum().float() for _, t in there])).all():  # the sum of one that is not, is not
+    # The sum of one that is not, is not: on a CPU that is faster; on an accelerator it is a launch for each.
+    if there[0][1].device.type == "cpu" and torch.isfinite(torch.stack([t.sum().float() for _, t in there])).all():
         return None
     largest = torch.stack([n.float() for n in torch._foreach_norm([t for _, t in there], math.inf)])
     finite = torch.isfinite(largest).tolist()

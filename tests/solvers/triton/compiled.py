@@ -10,8 +10,9 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from spartan.solvers.triton import drawing, gradient, nm, powers, units, weights
+from spartan.solvers.triton import drawing, gradient, nm, powers, ratios, rounds, units, weights
 from spartan.solvers.triton.search import search
+from spartan.solvers.triton.state import CUT, WHOLE_CUT
 
 POINTERS = {
     "factors": "*fp32",
@@ -202,8 +203,8 @@ if __name__ == "__main__":
     compile_it(weights.project, owners, **learned, **kinds)
     compile_it(weights.keep, {**owners, "ranks": "*fp32", "masks": "*i8"}, BLOCK=2048)
     compile_it(weights.restart, **kinds)
-    compile_it(weights.largest_below, {**owners, "found": "*fp32"}, **kinds)
-    compile_it(weights.largest_below, {**owners, "found": "*fp32"}, ranks=None, **kinds)
+    compile_it(weights.largest_below, {**owners, "found": "*fp32"}, CUT=CUT, **kinds)
+    compile_it(weights.largest_below, {**owners, "found": "*fp32"}, ranks=None, CUT=CUT, **kinds)
     shift: dict[str, Any] = {
         "masks": None,
         "scales": None,
@@ -214,7 +215,7 @@ if __name__ == "__main__":
     compile_it(weights.project, {**owners, "taus": "*fp64"}, P=1.0, **shift, **kinds)
     compile_it(gradient.pull_on_shift, {**owners, "taus": "*fp64"}, **several)
     compile_it(gradient.learn_shift, {"shifts": "*fp32", "learned": "*fp32"}, ADD=True, ROWS=512)
-    compile_it(weights.below, {"found": "*fp32", "taus": "*fp64"}, ROWS=512)
+    compile_it(weights.below, {"found": "*fp32", "taus": "*fp64"}, ROWS=512, CUT=WHOLE_CUT)
     compile_it(weights.row_scales, {"scales": "*fp32"}, DTYPE=tl.float32, BLOCK=1024)
     doubles: dict[str, Any] = {**owners, "found": "*fp64", "known": "*fp64", "budgets": "*fp64", "out": "*i64"}
     compile_it(drawing.uniform, {"out": "*fp32", "seed": "i32"}, BLOCK=2048)
@@ -242,3 +243,19 @@ if __name__ == "__main__":
             made = made_of(search, COLD=False, SAMPLED=True, **kinds, **sizes, **fine)
             check_order(made["ttgir"])
             assert re.search(r"ld\.global\S*\.v4\.b32", made["ptx"])
+    told: dict[str, Any] = {**owners, "told": "*fp64", "moments": "*fp64", "ends": "*fp64"}
+    compile_it(ratios.ratios, ROWS=512)
+    compile_it(ratios.tell_pulls, {**told, "counted": "*i32"}, ROWS=512)
+    compile_it(ratios.told_ratios, told)
+    compile_it(rounds.count_marked, {"masks": "*i8"}, BLOCK=2048)
+    compile_it(rounds.begin_cut, {"shift": "i32"})
+    compile_it(rounds.cut_here, {"step": "i32", "out": "*i64", "out_step": "i32", "targets": "i32"}, ROWS=64)
+    for bins, soft in ((2048, True), (32, True), (2048, False)):
+        reading: dict[str, Any] = {"ABS": soft, "DTYPE": tl.float32, "POWER": 1.0, "BLOCK": 2048}
+        compile_it(rounds.begin, SOFT=soft, COLD=not soft, SAMPLED=not soft, N=bins)
+        compile_it(rounds.read, told, SOFT=soft, SUM=tl.float32, **reading)
+        check_order(compile_it(rounds.tell, told, SOFT=soft, ROWS=512, N=bins))
+        compile_it(rounds.read_ties, told, FIRST=soft, N=bins, **reading)
+        for whole in ({}, {"fine_prices": None}):
+            compile_it(rounds.decide_all, told, SOFT=soft, N=bins, **whole)
+            compile_it(rounds.narrow_cut, told, BITS=bins.bit_length() - 1, N=bins, **whole)

@@ -129,6 +129,17 @@ class Place:
             return int(self.rows[0]) * self.whole[1]
         return None
 
+    @property
+    def window(self) -> tuple[int, int, int, int] | None:
+        """The first row and how many, the first column and how many; None where either do not follow one another."""
+        found = []
+        for index in (self.rows, self.columns):
+            n = index.numel()
+            if n and int(index[-1] - index[0]) + 1 != n:
+                return None
+            found += [int(index[0]) if n else 0, n]
+        return found[0], found[1], found[2], found[3]
+
     def positions(self, device: torch.device, which: Tensor | None = None) -> Tensor:
         """The positions of these units of the shard, or of all."""
         rows, columns = self.rows.to(device), self.columns.to(device)

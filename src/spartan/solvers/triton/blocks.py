@@ -9,10 +9,9 @@ from torch import Tensor
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Grads
 from spartan.solvers.forms import Form, Mask
-from spartan.solvers.triton import gradient, units
+from spartan.solvers.triton import units
 from spartan.solvers.triton.single import ByMagnitude
 from spartan.solvers.triton.tables import Addresses, Pieces
-from spartan.solvers.triton.topk import TopK
 
 TILE = 2048  # entries that a program holds at once
 
@@ -39,12 +38,12 @@ class BlockSolver(ByMagnitude):
         """Rectangles, in weights whose places fit 32 bits."""
         if problem.pattern.rows is not None or None in _sides(problem):
             return f"no kernels for {problem.pattern!r}"
-        return "a weight of 2³¹ entries or more" if any(t.numel >= 1 << 31 for t in problem.targets) else ""
+        return "a weight of 2³¹ entries or more" if any(t.local.numel() >= 1 << 31 for t in problem.targets) else ""
 
     def prepare(self) -> None:
         """Tables of the units, by segment."""
         problem, device = self.problem, self.device
-        weights = [t.axes.matrix(t.parameter.detach()) for t in problem.targets]
+        weights = [t.axes.matrix(t.local) for t in problem.targets]
         pairs = zip(weights, _sides(problem), strict=True)
         grids = [grid_of(weight, *side) for weight, side in pairs if weight is not None and side is not None]
         widest = max(g.w for g in grids)
@@ -65,8 +64,8 @@ class BlockSolver(ByMagnitude):
         # u and G = Σ g·θ of every unit; what the gradients sum of each piece.
         self._u, self._pulls = (torch.zeros(sum(numbers), dtype=torch.float32, device=device) for _ in range(2))
         self._sums = torch.zeros(self.ranked.count, 4, dtype=torch.float64, device=device)
-        self._u_by_target = self._by_target(self._u)
-        self.topk = TopK(numbers, problem.unit_costs, None, device, **owners, replay=self.kernels.replay)
+        self._u_by_target = [self._u[here] for here in problem.slices]
+        self.topk = self.make_topk(numbers, problem.unit_costs, None, device, **owners, replay=self.kernels.replay)
 
     def _over_units(self, kernel: Any, *arguments: Any, **kinds: Any) -> None:
         kernel[(self.ranked.count,)](*arguments, num_warps=8, **self._tile, **kinds)
@@ -106,15 +105,14 @@ class BlockSolver(ByMagnitude):
         where = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), p.table, p.segments, *self._grids
         kinds = {**x.kinds(grads), "GRAIN": self._read_at_once(x.to_grads, x.to_thetas)}
 
-        def launch_all() -> None:
+        def launch_pull() -> None:
             self._over_units(units.pull, *where, self._u, self._pulls, floats, self._sums, **kinds)
-            gradient.ratios[(len(p.limits),)](
-                where[0], p.limits, self._sums, p.costs, floats, out, ROWS=512, num_warps=8
-            )
+
+        def launch_turn() -> None:
             rest = p.factors, p.costs, self._u, self._pulls, floats, out
             self._over_units(units.through_mask, *where, *rest, **kinds)
 
-        x.replay(("through_mask", *kinds.values()), launch_all)
+        self.pull_back(form, ("through_mask", *kinds.values()), launch_pull, launch_turn, where[0], floats)
 
     def where(self, form: Form, grads: Grads) -> None:
         """Zero where not kept, in place."""

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from spartan.solvers.triton.adding import added_up, counted, told_above, told_moments, told_within
 from spartan.solvers.triton.state import (
     BETA,
     BINS,
@@ -53,7 +54,7 @@ from spartan.solvers.triton.state import (
 
 
 @triton.jit
-def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.constexpr):
+def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.constexpr, N: tl.constexpr = BINS):
     """One segment, from its last solution, or else from samples."""
     everything = tl.load(floats + K) == float("inf")
     beta = tl.load(floats + BETA)
@@ -76,11 +77,11 @@ def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.cons
         value = tl.load(floats + VALUE)
         if solved & (value > -float("inf")):
             key = key_of(value.to(tl.float32)).to(tl.int64)
-            look_around(ints, key, tl.where(2 * moved <= NEAREST, NEAREST, tl.minimum(4 * moved, NEAR)))
+            look_around(ints, key, tl.where(2 * moved <= NEAREST, NEAREST, tl.minimum(4 * moved, NEAR)), N)
             tl.store(ints + FROM, key)
         else:
             tl.store(ints + FROM, -1)
-            look_at(ints, zero, zero + HIGHEST)
+            look_at(ints, zero, zero + HIGHEST, N)
             if SAMPLED:
                 tl.store(ints + SAMPLES, 1)
     if SOFT:
@@ -116,10 +117,10 @@ def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.cons
 @triton.jit
 def narrow(
     floats, ints, higher, cost_of, fine_higher, fine_of, number_in, k, k_fine, total, room, origin, low, high, shift,
-    sampled, hard_done, value, known, SPLIT: tl.constexpr,
+    sampled, hard_done, value, known, SPLIT: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Which bin holds the threshold: the highest one at which what lies above it, and it, no longer fit."""
-    bins = tl.arange(0, BINS)
+    bins = tl.arange(0, N)
     all_within = tl.sum(cost_of)
     down_to = higher + all_within - tl.cumsum(cost_of) + cost_of
     all_seen = higher + all_within
@@ -141,20 +142,20 @@ def narrow(
     bin = tl.max(tl.where(too_much, bins, -1)).to(tl.int64)
     further = (high - low + 1) * FURTHER
     if already:
-        look_at(ints, high + 1, tl.minimum(high + further, HIGHEST))
+        look_at(ints, high + 1, tl.minimum(high + further, HIGHEST), N)
     elif bin < 0:
-        look_at(ints, tl.maximum(low - further, 0), low - 1)
+        look_at(ints, tl.maximum(low - further, 0), low - 1, N)
     elif shift > tl.where(sampled, COARSE, 0):
         first_key = low + (bin << shift)
         width = tl.full((), 1, tl.int64) << shift
-        look_at(ints, first_key, tl.minimum(first_key + width - 1, high))
+        look_at(ints, first_key, tl.minimum(first_key + width - 1, high), N)
     elif sampled:
         guess = tl.maximum(low + (bin << shift), LOWEST)
         value = float_of(guess).to(tl.float64)
         known = known | (bin >= 0)
         tl.store(floats + VALUE, value)
         tl.store(ints + SAMPLES, 2)
-        look_around(ints, guess, GUESSED)
+        look_around(ints, guess, GUESSED, N)
     else:
         kept = higher + tl.sum(tl.where(bins > bin, cost_of, 0.0))
         ties = tl.sum(tl.where(bins == bin, number_in, 0))
@@ -246,33 +247,16 @@ def newton(
 
 
 @triton.jit
-def counted(counts, prices, fine_prices, first_kind, last_kind, SPLIT: tl.constexpr):
-    """What the units of every bin cost, coarsely and finely, and how many there are; the bins are emptied."""
-    bins = tl.arange(0, BINS)
-    cost_of = tl.zeros((BINS,), tl.float64)
-    fine_of = tl.zeros((BINS,), tl.float64)
-    number_in = tl.zeros((BINS,), tl.int32)
-    for kind in range(first_kind, last_kind):
-        number = tl.load(counts + kind * BINS + bins)
-        tl.debug_barrier()  # a thread may write where another reads: all have read, then
-        tl.store(counts + kind * BINS + bins, 0)  # for the next pass
-        price = tl.load(prices + kind)
-        if SPLIT:
-            fine_price = tl.load(fine_prices + kind)
-            fine_of += number.to(tl.float64) * fine_price
-            price -= fine_price
-        cost_of += number.to(tl.float64) * price
-        number_in += number
-    return cost_of, fine_of, number_in
-
-
-@triton.jit
 def decide(
     floats, ints, limits, counts, above, sums, costs, prices, fine_costs, fine_prices, tol,
-    SOFT: tl.constexpr, ROWS: tl.constexpr,
+    SOFT: tl.constexpr, ROWS: tl.constexpr, told=None, moments=None, ends=None, N: tl.constexpr = BINS,
 ):  # fmt: skip
-    """What a pass found of a segment, and where the next one looks. There are fine costs only where coarse ones round."""
-    SPLIT: tl.constexpr = fine_costs is not None
+    """What a pass found of a segment, and where the next one looks. There are fine prices only where coarse ones round.
+
+    Where weights lie in shards, `told`, `moments` and `ends` have what was found by all processes (`rounds`), and not
+    the pieces.
+    """
+    SPLIT: tl.constexpr = fine_prices is not None
     # All that may be needed is read at once: one way to the memory and back, not twenty one after the other.
     first = tl.load(limits)
     last = tl.load(limits + 1)
@@ -303,45 +287,32 @@ def decide(
         least = tl.load(floats + LEAST)
         most = tl.load(floats + MOST)
     if hard | soft:
-        over = tl.zeros((ROWS,), tl.float64)
-        fine_over = tl.zeros((ROWS,), tl.float64)
-        f = tl.zeros((ROWS,), tl.float64)
-        d = tl.zeros((ROWS,), tl.float64)
-        least_u = tl.full((ROWS,), float("inf"), tl.float64)
-        most_u = tl.full((ROWS,), -float("inf"), tl.float64)
-        for i in range(0, last - first, ROWS):
-            row = first + i + tl.arange(0, ROWS)
-            there = row < last
-            cost = tl.load(costs + row, mask=there, other=0.0)
-            number = tl.load(above + row, mask=there, other=0).to(tl.float64)
-            if SPLIT:
-                fine = tl.load(fine_costs + row, mask=there, other=0.0)
-                fine_over += number * fine
-                over += number * (cost - fine)
-            else:
-                over += number * cost
-            if SOFT:
-                m = tl.load(sums + 4 * row, mask=there, other=0.0)
-                m2 = tl.load(sums + 4 * row + 1, mask=there, other=0.0)
-                f += m * cost
-                d += (m - m2) * cost
-                least_u = tl.minimum(least_u, tl.load(sums + 4 * row + 2, mask=there, other=float("inf")))
-                most_u = tl.maximum(most_u, tl.load(sums + 4 * row + 3, mask=there, other=-float("inf")))
+        if told is None:
+            over, fine_over, f, d, lows, highs = added_up(first, last, above, sums, costs, fine_costs, SOFT, ROWS)
         hard_done = hard == 0
         known = hard_done | (samples == 2)
         if samples != 1:
             tl.store(ints + PASSES, passes + 1)
         if hard:
-            cost_of, fine_of, number_in = counted(counts, prices, fine_prices, first_kind, last_kind, SPLIT)
-            fine_higher = tl.sum(fine_over) if SPLIT else tl.full((), 0.0, tl.float64)
+            if told is None:
+                cost_of, fine_of, number_in = counted(counts, prices, fine_prices, first_kind, last_kind, SPLIT)
+                higher = tl.sum(over)
+                fine_higher = tl.sum(fine_over) if SPLIT else tl.full((), 0.0, tl.float64)
+            else:
+                higher, fine_higher = told_above(told, prices, fine_prices, first_kind, last_kind, N)
+                cost_of, fine_of, number_in = told_within(told, prices, fine_prices, first_kind, last_kind, N)
             hard_done, value, known = narrow(
-                floats, ints, tl.sum(over), cost_of, fine_higher, fine_of, number_in, k, k_fine, total, room,
-                from_key, low, high, shift, samples == 1, hard_done, value, known, SPLIT,
+                floats, ints, higher, cost_of, fine_higher, fine_of, number_in, k, k_fine, total, room,
+                from_key, low, high, shift, samples == 1, hard_done, value, known, SPLIT, N,
             )  # fmt: skip
         if SOFT:
             if soft:
+                if told is None:
+                    all_f, all_d, u_low, u_high = tl.sum(f), tl.sum(d), tl.min(lows), tl.max(highs)
+                else:
+                    all_f, all_d, u_low, u_high = told_moments(moments, ends)
                 newton(
-                    floats, ints, tl.sum(f), tl.sum(d), tl.min(least_u), tl.max(most_u), soft_k, total, goal, beta, origin,
+                    floats, ints, all_f, all_d, u_low, u_high, soft_k, total, goal, beta, origin,
                     s, least, most, fresh, jumped, hard_done, value, tol,
                 )  # fmt: skip
             elif waits & known:

@@ -15,14 +15,13 @@ from spartan.solvers.triton.state import (
     CUT,
     FLOATS,
     INTS,
-    SOFT_K,
     VALUE,
     row_of,
     segment_of,
 )
 from spartan.solvers.triton.weights import ABOVE, STORED, cut_within, kept_of, line_of, mask_of
 
-# What `pull` leaves for `through_mask`.
+# What is made of the sums of `pull` for `through_mask` (`ratios`).
 RATIO = tl.constexpr(0)  # a₁/a₂
 RESIDUAL = tl.constexpr(1)  # |Σ c m − k| / k: a late look at how well the mask was solved
 
@@ -66,35 +65,6 @@ def pull(
     tl.store(sums + 4 * piece, one.to(tl.float64))
     tl.store(sums + 4 * piece + 1, tl.sum(a2).to(tl.float64))
     tl.store(sums + 4 * piece + 2, tl.sum(f).to(tl.float64))
-
-
-@triton.jit
-def ratios(grads, limits, sums, costs, floats, out, ROWS: tl.constexpr):
-    """a₁/a₂ = Σ g·ψ·m(1−m) / Σ c·m(1−m) of every segment that has a gradient; 0 where the mask is flat."""
-    segment = tl.program_id(0)
-    first_tensor = tl.load(limits + 6 * segment + 4)
-    found = tl.full((), 0, tl.int64)
-    for i in range(0, tl.load(limits + 6 * segment + 5) - first_tensor):
-        found = found | tl.load(grads + first_tensor + i)
-    if found != 0:
-        first = tl.load(limits + 6 * segment)
-        last = tl.load(limits + 6 * segment + 1)
-        a1 = tl.zeros((ROWS,), tl.float64)
-        a2 = tl.zeros((ROWS,), tl.float64)
-        f = tl.zeros((ROWS,), tl.float64)
-        for i in range(0, last - first, ROWS):
-            row = first + i + tl.arange(0, ROWS)
-            there = row < last
-            cost = tl.load(costs + row, mask=there, other=0.0)
-            a1 += tl.load(sums + 4 * row, mask=there, other=0.0)
-            a2 += tl.load(sums + 4 * row + 1, mask=there, other=0.0) * cost
-            f += tl.load(sums + 4 * row + 2, mask=there, other=0.0) * cost
-        below = tl.sum(a2)
-        mine = out + 2 * segment
-        tl.store(mine + RATIO, tl.where(below != 0.0, tl.sum(a1) / tl.where(below != 0.0, below, 1.0), 0.0))
-        k = tl.load(floats + segment * FLOATS + SOFT_K)
-        # The budget is 0 where there is nothing to miss, and until the first solution after a checkpoint.
-        tl.store(mine + RESIDUAL, tl.where(k > 0.0, tl.abs(tl.sum(f) - k) / tl.where(k > 0.0, k, 1.0), 0.0))
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from spartan.distributed import is_dtensor, like, local
 from spartan.problem.problem import Problem
 from spartan.solvers.base import FINE, Flags, Grads, there
 from spartan.solvers.triton import gradient
@@ -29,22 +30,28 @@ class Launcher:
     """
 
     def __init__(self, problem: Problem, flags: Flags) -> None:
+        plain = not any(is_dtensor(t.parameter) for t in problem.targets)
         # The parameters themselves: someone may give them other memory.
-        self.parameters = [t.parameter for t in problem.targets]
-        self._strides = [p.stride() for p in self.parameters]
+        self._plain = [t.parameter for t in problem.targets] if plain else None
+        self._strides = [t.local.stride() for t in problem.targets]
         self.problem, self.bad, device = problem, flags.bad, flags.bad.device
         self.numbers = torch.tensor(problem.numbers, dtype=torch.int32).to(device)
-        sizes = [t.numel for t in problem.targets]
+        sizes = [t.local.numel() for t in problem.targets]
         self.pieces = Pieces(sizes, [1.0] * len(sizes), [1.0] * len(sizes), device)
-        self.dtype = DTYPES[self.parameters[0].dtype]
+        self.dtype = DTYPES[problem.targets[0].dtype]
         self.replay = Replay(device)
         self.to_parameters, self.to_grads = (Addresses(device, replay=self.replay) for _ in range(2))
         self.to_thetas = Addresses(device, fixed=True)
         self._checked: tuple[int, Any, Callable[[], None]] | None = None  # the last time
 
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """What this process holds of each parameter; of one in shards asked for anew, since it may get other memory."""
+        return [local(t.parameter) for t in self.problem.targets] if self._plain is None else self._plain
+
     def some(self, which: Sequence[int]) -> list[Tensor | None]:
         """The parameters of these targets, None for the others."""
-        if len(which) == len(self.parameters):
+        if len(which) == len(self.problem.targets):
             return self.parameters  # type: ignore[return-value]
         chosen = set(which)
         return [p if i in chosen else None for i, p in enumerate(self.parameters)]
@@ -76,8 +83,9 @@ class Launcher:
             return grads
         found = list(grads)
         for i, (target, g) in enumerate(zip(self.problem.targets, grads, strict=True)):
-            if g is not None and g.stride() != target.parameter.stride():
-                target.parameter.grad = found[i] = target.laid_out(g)
+            if g is not None and g.stride() != target.local.stride():
+                found[i] = laid_out = target.laid_out(g)
+                target.parameter.grad = like(target.parameter, laid_out)
         return found
 
     def check(self, grads: Grads) -> None:

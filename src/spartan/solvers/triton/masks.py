@@ -73,7 +73,7 @@ class KernelMasks(TorchSolver):
         each = problem.units, problem.unit_costs, problem.factors, self.device
         owners: dict[str, Any] = {"owners": problem.segment_of, "segments": len(problem.segments)}
         self.ranked = Pieces(*each, **owners)
-        self.topk = TopK(*each, **owners, replay=self.kernels.replay)
+        self.topk = self.make_topk(*each, **owners, replay=self.kernels.replay)
         self._sums = torch.zeros(self.ranked.count, 4, dtype=torch.float64, device=self.device)
 
     def redivided(self) -> None:
@@ -136,17 +136,17 @@ class KernelMasks(TorchSolver):
         found = topk.keep(ranks)
         return found if among is None else found & among
 
+    def make_topk(self, *arguments: Any, **settings: Any) -> TopK:
+        """What searches; the arguments are those of `TopK`."""
+        return TopK(*arguments, **settings)
+
     def topk_of(self, name: str) -> TopK:
         """The top-k of other ranks than magnitudes; under its name one may begin where it was."""
         if name not in self._others:
             problem, segments = self.problem, len(self.problem.segments)
             each = problem.units, problem.unit_costs, None, self.device
-            self._others[name] = TopK(*each, problem.segment_of, segments)
+            self._others[name] = self.make_topk(*each, problem.segment_of, segments)
         return self._others[name]
-
-    def _by_target(self, units: Tensor) -> list[Tensor]:
-        units = units.contiguous()
-        return [units[here] for here in self.problem.slices]
 
     def go_on_from(self, solution: Mapping[str, Any]) -> None:
         """Take over masks that were saved, and start from them."""
@@ -161,8 +161,7 @@ class KernelMasks(TorchSolver):
 
     def _go_on_with(self, topk: TopK, chosen: Any, duals: Sequence[Dual] | None) -> None:
         """Have a top-k begin where it was."""
-        topk.states.set(chosen, duals)
-        topk.cold = False
+        topk.go_on_from(chosen, duals)
         self.a = topk.states.selection()
         self.dual = None if duals is None else topk.states.duals([dual.beta for dual in duals])
 

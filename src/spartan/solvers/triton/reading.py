@@ -1,5 +1,6 @@
 """Tells where kernels of single weights read what a form says: thresholds, ranks, stored masks."""
 
+import math
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -104,7 +105,7 @@ class FormReader(KernelVectors):
     def row_scales(self) -> "RowScales | None":
         """The rows of all targets; None where one's do not lie in one piece."""
         targets = self.problem.targets
-        plain = all(t.axes.plain and t.parameter.stride(0) == t.numel // t.shape[0] for t in targets)
+        plain = all(t.axes.plain and t.local.stride(0) == math.prod(t.local.shape[1:]) for t in targets)
         return RowScales(self.problem, self.device) if plain else None
 
 
@@ -112,13 +113,18 @@ class RowScales:
     """The rows of all targets, what makes an output each: a number for every one of them."""
 
     def __init__(self, problem: Problem, device: torch.device) -> None:
-        counts = [t.shape[0] for t in problem.targets]
+        shapes = [t.local.shape for t in problem.targets]
+        counts = [shape[0] for shape in shapes]
         firsts = [sum(counts[:i]) for i in range(len(counts))]
-        longs = [t.numel // n for t, n in zip(problem.targets, counts, strict=True)]
+        longs = [math.prod(shape[1:]) for shape in shapes]
         owners = [i for i, n in enumerate(counts) for _ in range(n)]
         self.table = torch.tensor(list(zip(firsts, longs, strict=True)), dtype=torch.int64).to(device)
         self._owners = torch.tensor(owners, dtype=torch.int32).to(device)
-        places = list(zip(problem.segment_of, problem.first_position, strict=True))
+        positions = [0] * len(problem.segments)  # among the units that are here
+        places = []
+        for s, n in zip(problem.segment_of, problem.units, strict=True):
+            places.append((s, positions[s]))
+            positions[s] += n
         self._places = torch.tensor(places, dtype=torch.int64).to(device)
         self._factors = torch.tensor(problem.factors, dtype=torch.float32).to(device)
         self.scales = torch.ones(len(owners), dtype=torch.float32, device=device)

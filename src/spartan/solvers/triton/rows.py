@@ -35,12 +35,12 @@ class RowSolver(ByMagnitude):
         """Runs that are not long, in weights whose places fit 32 bits."""
         if problem.pattern.rows is None or problem.pattern.rows > LONGEST_RUN:
             return f"no kernels for {problem.pattern!r}"
-        return "a weight of 2³¹ entries or more" if any(t.numel >= 1 << 31 for t in problem.targets) else ""
+        return "a weight of 2³¹ entries or more" if any(t.local.numel() >= 1 << 31 for t in problem.targets) else ""
 
     def prepare(self) -> None:
         """Tables of the runs."""
         problem, m = self.problem, self.problem.pattern.rows or 1
-        lanes, strides = 1 << (m - 1).bit_length(), [t.parameter.stride(t.axes.inputs) for t in problem.targets]
+        lanes, strides = 1 << (m - 1).bit_length(), [t.local.stride(t.axes.inputs) for t in problem.targets]
         self._tile = {"M": m, "LANES": lanes, "R": TILE // lanes}
         self._passes = {"PASSES": rows.PASSES[torch.float32]}
         self._side_by_side = set(strides) == {1} and m == lanes

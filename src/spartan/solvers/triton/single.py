@@ -1,6 +1,7 @@
 """Answers problems of single weights by Triton kernels: all segments in the same launches, nothing waits for the device."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,14 +11,16 @@ from spartan.solvers.base import FINE, Grads
 from spartan.solvers.forms import KEPT, VJP, Form, Mask, Shifted, Shrunk, Stored
 from spartan.solvers.triton import powers, weights
 from spartan.solvers.triton.reading import Reading
+from spartan.solvers.triton.state import CUT
 from spartan.solvers.triton.tables import Addresses
-from spartan.solvers.triton.turning import KernelGradients
+from spartan.solvers.triton.turning import KernelGradients, Launch
 
 
 class TritonSolver(KernelGradients):
     """Launches the kernels of single weights. What they cannot do, plain torch does."""
 
     name = "triton"
+    cut_in = CUT  # where states say whether any unit equal to the threshold is kept
 
     @classmethod
     def why_not(cls, problem: Problem, kernels: str) -> str:
@@ -92,23 +95,35 @@ class TritonSolver(KernelGradients):
         rest = p.table, p.segments, p.factors, states.floats, states.ints
 
         def launch() -> None:
-            if mask in (weights.SHRUNK, weights.SHIFTED):
-                self._launch_below(thetas, reading)
             if rows is not None:
                 rows.launch(thetas, states, x.dtype, self.power)
             x.run(weights.project, *tables, *rest, pieces=p, **kinds)
 
         names = *(k.value if hasattr(k, "value") else k for k in kinds.values()), rows is not None
-        x.write(key := ("project", form.learned, *names), launch)
-        self.launched("write", form, x.to_parameters, key, launch)
+        key = "project", form.learned, *names
+        if mask in (weights.SHRUNK, weights.SHIFTED):
+            self.write_below(form, key, lambda: self._launch_below(thetas, reading), launch)
+        else:
+            x.write(key, launch)
+            self.launched("write", form, x.to_parameters, key, launch)
+
+    def write_below(self, form: Form, key: Any, below: Launch, launch: Launch) -> None:
+        """Launch what finds τ of every segment, then what reads it and writes parameters."""
+
+        def launch_both() -> None:
+            below()
+            launch()
+
+        self.kernels.write(key, launch_both)
+        self.launched("write", form, self.kernels.to_parameters, key, launch_both)
 
     def _launch_below(self, thetas: Tensor, reading: Reading) -> None:
         """τ of every segment."""
         x, p, states = self.kernels, self.ranked, reading.states
         tables = thetas, reading.ranks, p.table, p.segments, p.factors, states.floats, states.ints, self._found
-        x.run(weights.largest_below, *tables, pieces=p, POWER=self.power, DTYPE=x.dtype)
+        x.run(weights.largest_below, *tables, pieces=p, POWER=self.power, DTYPE=x.dtype, CUT=self.cut_in)
         weights.below[(len(p.limits),)](
-            p.limits, self._found, states.floats, states.ints, self._taus, ROWS=512, num_warps=4
+            p.limits, self._found, states.floats, states.ints, self._taus, ROWS=512, CUT=self.cut_in, num_warps=4
         )
 
     def restart(self, where: Tensor, growing: bool = False) -> None:

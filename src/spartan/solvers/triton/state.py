@@ -11,7 +11,6 @@ from torch import Tensor
 from spartan.ops.newton import Dual
 from spartan.solvers.pools import Duals, Selection
 
-NARROWED = tl.constexpr(11)
 BINS = tl.constexpr(1 << 11)
 LOWEST = tl.constexpr((1 << 23) - 1)  # the key of −inf; only a NaN's key is below
 HIGHEST = tl.constexpr((1 << 32) - 2)  # the upper end of the search; only a NaN's key is above
@@ -68,7 +67,9 @@ SOLVED = tl.constexpr(11)  # a top-k has been found before: start from it
 SAMPLES = tl.constexpr(12)  # 1: a pass looks at samples only; 2: they have told where to look
 FROM = tl.constexpr(13)  # the key of the last threshold; −1 if there is none
 MOVED = tl.constexpr(14)  # how far from there it was found
-INTS = tl.constexpr(15)
+WHOLE_CUT = tl.constexpr(15)  # where weights lie in shards: the cut among all units; CUT is the one among those here
+FITTING = tl.constexpr(16)  # and how many of the units equal to the threshold are known to fit
+INTS = tl.constexpr(17)
 
 
 @triton.jit
@@ -117,10 +118,10 @@ def float_of(key):
 
 
 @triton.jit
-def look_at(ints, low, high):
-    """The next pass counts the keys from low to high."""
+def look_at(ints, low, high, N: tl.constexpr = BINS):
+    """The next pass counts the keys from low to high, in at most N bins, a power of two."""
     shift = low * 0
-    while (tl.full((), 1, tl.int64) << (shift + NARROWED)) < high - low + 1:
+    while (tl.full((), N, tl.int64) << shift) < high - low + 1:
         shift += 1
     tl.store(ints + LOW, low)
     tl.store(ints + HIGH, high)
@@ -128,9 +129,9 @@ def look_at(ints, low, high):
 
 
 @triton.jit
-def look_around(ints, key, width):
+def look_around(ints, key, width, N: tl.constexpr = BINS):
     """The next pass counts the keys up to so far from this one."""
-    look_at(ints, tl.maximum(key - width, 0), tl.minimum(key + width - 1, HIGHEST))
+    look_at(ints, tl.maximum(key - width, 0), tl.minimum(key + width - 1, HIGHEST), N)
 
 
 class States:
@@ -186,7 +187,7 @@ class States:
 
     def copy(self) -> "States":
         """A copy that stays as it is."""
-        found = States(0, self.floats.device)
+        found = type(self)(0, self.floats.device)
         found.floats, found.ints = self.floats.clone(), self.ints.clone()
         return found
 

@@ -40,6 +40,7 @@ class Pieces:
         owners: the segment of each tensor, in order; None for a single one.
         segments: how many there are.
         programs: among how many the entries are divided evenly; 0 if every piece has its own.
+        whole: entries of each tensor on all processes, which `totals` counts; None where all of them are here.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Pieces:
         owners: Sequence[int] | None = None,
         segments: int = 1,
         programs: int = 0,
+        whole: Sequence[int] | None = None,
     ) -> None:
         owners = [0] * len(sizes) if owners is None else owners
         self.total = sum(sizes)
@@ -95,14 +97,15 @@ class Pieces:
         self.limits = torch.tensor(limits, dtype=torch.int64).to(device)
         self.costs = torch.tensor([costs[i] for i in which], dtype=torch.float64).to(device)
         self.prices = torch.tensor(prices, dtype=torch.float64).to(device)
-        self.totals = [math.fsum(sizes[i] * costs[i] for i in _of(owners, segment)) for segment in range(segments)]
+        counted = sizes if whole is None else whole
+        self.totals = [math.fsum(counted[i] * costs[i] for i in _of(owners, segment)) for segment in range(segments)]
         self.grids = [CostGrid(total) for total in self.totals]
         fine = [self.grids[owners[i]].split(costs[i])[1] for i in range(len(sizes))]
         self.fine_costs = self.fine_prices = None
         if any(fine):
             self.fine_costs = torch.tensor([fine[i] for i in which], dtype=torch.float64).to(device)
-            of_kind = dict(zip(kinds, which, strict=True))
-            each = [fine[of_kind[kind]] if kind in of_kind else 0.0 for kind in range(len(prices))]
+            of_kind = [grid for grid, row in zip(self.grids, limits, strict=True) for _ in range(row[2], row[3])]
+            each = [grid.split(price)[1] for grid, price in zip(of_kind, prices, strict=True)]
             self.fine_prices = torch.tensor(each, dtype=torch.float64).to(device)
         self.kinds = torch.tensor(kinds, dtype=torch.int32).to(device)
         self.factors = torch.tensor([factors[i] for i in which], dtype=torch.float32).to(device)

@@ -11,7 +11,7 @@ everything into the few bins that floats of one size share would take as long as
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spartan.ops.newton import Dual
 from spartan.ops.parts import slack
 from spartan.solvers.pools import Duals, Selection
 from spartan.solvers.triton.launch import DTYPES
@@ -51,6 +52,8 @@ class TopK:
         replay: what runs the launches; None for one of its own.
     """
 
+    pieces: Pieces
+
     def __init__(
         self,
         sizes: Sequence[int],
@@ -63,12 +66,10 @@ class TopK:
     ) -> None:
         self.absolute = factors is not None
         owners = [0] * len(sizes) if owners is None else owners
-        self.pieces = Pieces(
-            sizes, costs, factors or [1.0] * len(sizes), device, owners=owners, segments=segments,
-            programs=_programs(sum(sizes), device),
-        )  # fmt: skip
-        self.sizes = [sum(n for owner, n in zip(owners, sizes, strict=True) if owner == g) for g in range(segments)]
-        self.costs, self.limits = self.pieces.totals, Limits(sizes, costs, owners, self.pieces, device)
+        self.pieces = self.divided(sizes, costs, factors or [1.0] * len(sizes), device, owners, segments)
+        whole = self.whole(sizes)
+        self.sizes = [sum(n for owner, n in zip(owners, whole, strict=True) if owner == g) for g in range(segments)]
+        self.costs, self.limits = self.pieces.totals, Limits(whole, costs, owners, self.pieces, device)
         n = max(1, self.pieces.count)
         self.counts = torch.zeros(len(self.pieces.prices), BINS.value, dtype=torch.int32, device=device)
         self.above = torch.zeros(n, dtype=torch.int32, device=device)
@@ -78,11 +79,32 @@ class TopK:
         self._starts_there = torch.tensor(self.starts, dtype=torch.int64).to(device)
         self.addresses = Addresses(device, fixed=replay is not None)
         self.replay = replay or Replay(device)
-        self.states = States(segments, device)
+        self.states = self.known(segments, device)
         self.cold = True  # there is no solution to start from
         self.launch: dict[str, Any] = {"num_warps": WARPS}
         if device.type == "cuda":
             self.launch.update(launch_cooperative_grid=True, maxnreg=REGISTERS)
+
+    def whole(self, sizes: Sequence[int]) -> Sequence[int]:
+        """Entries of each tensor on all processes."""
+        return sizes
+
+    def divided(
+        self,
+        sizes: Sequence[int],
+        costs: Sequence[float],
+        factors: Sequence[float],
+        device: torch.device,
+        owners: Sequence[int],
+        segments: int,
+    ) -> Pieces:
+        """The pieces that passes go over: a share for each of the programs that are on the device at the same time."""
+        programs = _programs(sum(sizes), device)
+        return Pieces(sizes, costs, factors, device, owners=owners, segments=segments, programs=programs)
+
+    def known(self, segments: int, device: torch.device) -> States:
+        """Room for what will be known of every segment."""
+        return States(segments, device)
 
     def solve(
         self,
@@ -95,16 +117,19 @@ class TopK:
 
         Values are a tensor each, or one vector of them all; weights are ranked by ψ, that power of them.
         """
-        if isinstance(values, Tensor):
-            where, dtype = self.addresses.along(values, self.starts), values.dtype
-        else:
-            where, dtype = self.addresses.of(values), values[0].dtype
+        where, dtype = self.places_of(values)
         soft, cold = beta is not None, self.cold
         self.replay.flush_if("solve")  # it has not read its numbers yet
         self._tell(k, beta)
         key = "solve", soft, cold, power
         self.replay(key, lambda: self._launch(where, dtype, soft, cold, power))
         self.cold = False
+
+    def places_of(self, values: Sequence[Tensor] | Tensor) -> tuple[Tensor, torch.dtype]:
+        """Where values lie, and of what kind they are."""
+        if isinstance(values, Tensor):
+            return self.addresses.along(values, self.starts), values.dtype
+        return self.addresses.of(values), values[0].dtype
 
     def _tell(self, k: Sequence[float] | Tensor, beta: Sequence[float] | None) -> None:
         """What the host, or the device, knows of the problems, in the order of the state."""
@@ -134,6 +159,11 @@ class TopK:
         if p.count:
             keep[(p.count,)](values, found.view(torch.int8), *tables, BLOCK=BLOCK, num_warps=WARPS)
         return found
+
+    def go_on_from(self, chosen: Sequence[Mapping[str, float]], duals: Sequence[Dual] | None) -> None:
+        """Begin where a solution that was saved had ended."""
+        self.states.set(chosen, duals)
+        self.cold = False
 
     def solve_anew(
         self, values: Sequence[Tensor] | Tensor, k: Sequence[float] | Tensor, beta: Sequence[float] | None = None

@@ -1,5 +1,6 @@
 """Turns gradients of single weights as forms say, by kernels."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,9 +9,11 @@ from torch import Tensor
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags, Grads
 from spartan.solvers.forms import KEPT, VJP, Form, Mask, PerSegment, Shifted, Stored, Where
-from spartan.solvers.triton import gradient, powers, weights
+from spartan.solvers.triton import gradient, powers, ratios, weights
 from spartan.solvers.triton.reading import FormReader
 from spartan.solvers.triton.tables import Addresses, Numbers
+
+Launch = Callable[[], None]
 
 
 class KernelGradients(FormReader):
@@ -70,11 +73,10 @@ class KernelGradients(FormReader):
         tables = to_grads, thetas, p.table, p.segments, p.factors
         learned, add = (None, False) if form.learned is None else self._to_learn(form.learned)
 
-        def launch_all() -> None:
+        def launch_pull() -> None:
             x.run(gradient.pull, *tables[:2], reading.ranks, *tables[2:], floats, self._sums, pieces=p, **kinds)
-            gradient.ratios[(len(p.limits),)](
-                tables[0], p.limits, self._sums, p.costs, floats, out, ROWS=512, num_warps=8
-            )
+
+        def launch_turn() -> None:
             if learned is None:
                 x.run(gradient.through_mask, *tables, p.costs, floats, out, pieces=p, **kinds)
             else:
@@ -82,10 +84,25 @@ class KernelGradients(FormReader):
                 x.run(gradient.through_learned, *both, pieces=p, ADD=add, **kinds)
 
         key = "through_mask", form.learned, add, *kinds.values()
-        x.replay(key, launch_all)
-        self.launched("turn", form, x.to_grads, key, launch_all)
+        self.pull_back(form, key, launch_pull, launch_turn, to_grads, floats)
         if learned is not None:
             self._times_slope(grads)
+
+    def pull_back(self, form: Form, key: Any, pull: Launch, turn: Launch, to_grads: Tensor, floats: Tensor) -> None:
+        """Launch what sums pulls over pieces, then a₁/a₂ of every segment from these, then what reads it."""
+        p, out = self.ranked, self.flags.residuals
+
+        def launch_all() -> None:
+            pull()
+            ratios.ratios[(len(p.limits),)](to_grads, p.limits, self._sums, p.costs, floats, out, ROWS=512, num_warps=8)
+            turn()
+
+        self.kernels.replay(key, launch_all)
+        self.launched("turn", form, self.kernels.to_grads, key, launch_all)
+
+    def cuts_here(self, cuts: Tensor) -> Tensor:
+        """Positions in segments as those that kernels know: all units are here."""
+        return cuts
 
     def _through_shift(self, name: str, form: Form, grads: Grads) -> None:
         """g where kept, in place; and the sum over each target for what shifts its ranks."""
@@ -142,7 +159,7 @@ class KernelGradients(FormReader):
             if len(self._b_there[0]) != len(self.b.value):
                 self._b_there = torch.empty_like(self.b.value), torch.empty_like(self.b.cut)
             self._b_there[0].copy_(self.b.value)
-            self._b_there[1].copy_(self.b.cut)
+            self._b_there[1].copy_(self.cuts_here(self.b.cut))
         numbers = there.of([each(n, s) for s in range(len(self.problem.segments)) for n in (by.a, by.b, by.c)])
         kinds = {"KEPT": reading.kind, "MORE": more, "DECAY": decay, **self._kinds(grads)}
         sources = x.to_thetas.of(self._theta.views), reading.ranks, reading.masks, more_masks, numbers, scale

@@ -170,9 +170,12 @@ def restart(thetas, masks, table, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def largest_below(
     thetas, ranks, table, segments, factors, all_floats, all_ints, found,
-    POWER: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    POWER: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """The largest u, or rank, of each piece below the threshold, where units equal to it are kept; else nothing is read."""
+    """The largest u, or rank, of each piece below the threshold, where units equal to it are kept; else nothing is read.
+
+    CUT is where a state says so: of all units, wherever they lie.
+    """
     piece = tl.program_id(0)
     which, start, length, _ = row_of(table, piece)
     segment = segment_of(segments, piece)
@@ -195,7 +198,7 @@ def largest_below(
 
 
 @triton.jit
-def below(limits, found, all_floats, all_ints, taus, ROWS: tl.constexpr):
+def below(limits, found, all_floats, all_ints, taus, ROWS: tl.constexpr, CUT: tl.constexpr):
     """τ of every segment: the largest value strictly below every kept one."""
     segment = tl.program_id(0)
     tau = tl.load(all_floats + segment * FLOATS + VALUE)
