@@ -95,6 +95,8 @@ def ratios(grads, limits, sums, costs, floats, out, ROWS: tl.constexpr):
         k = tl.load(floats + segment * FLOATS + SOFT_K)
         # The budget is 0 where there is nothing to miss, and until the first solution after a checkpoint.
         tl.store(mine + RESIDUAL, tl.where(k > 0.0, tl.abs(tl.sum(f) - k) / tl.where(k > 0.0, k, 1.0), 0.0))
+    else:  # what is learned there still asks
+        tl.store(out + 2 * segment + RATIO, 0.0)
 
 
 @triton.jit

@@ -29,6 +29,7 @@ class KernelMasks(TorchSolver):
         self._by_learned: str | None = None  # or from these learned ranks
         self._saved: tuple[Any, list[Dual] | None] | None = None  # a solution that was taken over, until the next one
         self._others: dict[str, TopK] = {}
+        self.starts = [here.start for here in problem.slices]  # of each target, in vectors of units
         self.prepare()
 
     @property
