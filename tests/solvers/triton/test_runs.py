@@ -201,7 +201,7 @@ def test_what_runs_where_kernels_do_not() -> None:
         assert "by triton\n" in repr(run("triton", IMP(), steps=steps, **nm)[1])
     if DEVICE.type == "cpu":
         assert "by torch (few weights)\n" in repr(run("auto", IMP(), steps=0)[1])
-    assert "by triton for thresholds, torch for the method's own masks" in repr(run("triton", "powerprop", steps=0)[1])
+    assert "by triton for thresholds, torch for weights and gradients" in repr(run("triton", "powerprop", steps=0)[1])
 
 
 @pytest.mark.parametrize("steps", [3, 5])

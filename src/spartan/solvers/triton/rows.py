@@ -67,7 +67,8 @@ class RowSolver(TritonSolver):
         self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None, learned: str | None = None
     ) -> None:
         """How many of every run are kept, and with a β their soft masks; what ranks is read when they are used."""
-        if ranks is not None or self.power != 1.0:
+        self._by_torch = ranks is not None or self.power != 1.0
+        if self._by_torch:
             TorchSolver.solve(self, k, beta, ranks, learned)
             return
         self.a = self.pools.select(torch.empty(0), k)

@@ -87,23 +87,24 @@ def keep(ranks, masks, n, runs, M: tl.constexpr, R: tl.constexpr, LANES: tl.cons
 
 @triton.jit
 def row_scales(
-    thetas, owners, firsts, lines, pieces, segments, strides, factors, numbers, scales,
+    thetas, owners, rows, lines, stretches, segments, strides, factors, numbers, scales,
     DTYPE: tl.constexpr, M: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """1.01/(r + 0.01) of every output, r the share of its magnitude that is kept.
 
-    `owners` has the target of each output, `firsts` the first output of each target, `pieces` its first piece. `lines`
-    has, per target, the outputs of one matrix, the way in memory from matrix to matrix and from output to output, how
-    many runs an output has, and of these the sizes of up to three axes and the way along each.
+    `owners` has the target of each output; `rows` the first output of each target, `stretches` its first piece, each
+    with another number beside. `lines` has, per target, the outputs of one matrix, the way in memory from matrix to
+    matrix and from output to output, how many runs an output has, and of these the sizes of up to three axes, the slowest
+    first, and the way along each.
     """
     row = tl.program_id(0)
     which = tl.load(owners + row)
     line = lines + 10 * which
-    piece = tl.load(pieces + which)
+    piece = tl.load(stretches + 2 * which)
     factor = tl.load(factors + piece)
     _beta, n, _more = numbers_of(numbers, segments, piece)
     s = tl.load(strides + which)
-    mine = (row - tl.load(firsts + which)).to(tl.int32)
+    mine = (row - tl.load(rows + 2 * which)).to(tl.int32)
     matrix = mine // tl.load(line)
     first = matrix * tl.load(line + 1) + (mine - matrix * tl.load(line)) * tl.load(line + 2)
     theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + first

@@ -109,7 +109,7 @@ class KernelGradients(FormReader):
         x, reading = self.kernels, self.reading(form)
         assert reading is not None
         assert isinstance(form.back, Where)
-        if reading.kind is weights.STORED and form.back == KEPT:
+        if reading.kind is weights.STORED and form.back == KEPT and self.problem.pattern.single:
             kind, tables = x.kinds(grads)["GRAD"], (x.to_grads.of(grads), reading.masks, x.pieces.table)
             x.replay(("where stored", kind), lambda: x.run(gradient.where_stored, *tables, GRAD=kind))
         else:
