@@ -230,7 +230,7 @@ def through_mask(
                 tl.store(grad_at + at, (m * g.to(tl.float32) + sign * factor * moved).to(GRAD), mask=inside)
             else:
                 if grad != 0:
-                    tl.store(grad_at + at, g * m.to(GRAD), mask=inside)
+                    tl.store(grad_at + at, (g.to(tl.float32) * m.to(GRAD).to(tl.float32)).to(GRAD), mask=inside)
                 learned_at = tl.load(learned + which).to(tl.pointer_type(tl.float32))
                 if ADD:
                     moved += tl.load(learned_at + unit, mask=inside, other=0.0)

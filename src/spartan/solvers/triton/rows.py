@@ -147,7 +147,7 @@ class RowSolver(TritonSolver):
         def launch() -> None:
             if outputs is not None:
                 given = self._stretches, self.ranked.segments, self._strides, self.ranked.factors, numbers
-                outputs.launch(thetas, given, {"DTYPE": x.dtype, **self._tile})
+                outputs.launch(thetas, given, {**self._tile, "DTYPE": x.dtype})
             self._over_runs(nm.project, *tables, **kinds, **self._passes)
 
         x.write(("project", form.learned, *plain(kinds), outputs is not None), launch)
@@ -221,11 +221,13 @@ class OutputScales:
         owners = [i for i, n in enumerate(counts) for _ in range(n)]
         self._owners = torch.tensor(owners, dtype=torch.int32).to(device)
         self.scales = torch.ones(len(owners), dtype=torch.float32, device=device)
+        self._longest = 1 << (max(line[3] for line in lines) - 1).bit_length()
 
     def launch(self, thetas: Tensor, given: tuple[Tensor | None, ...], kinds: dict[str, Any]) -> None:
         """Make up for the magnitude that is not kept."""
         tables = thetas, self._owners, self.rows, self._lines
-        runs.row_scales[(len(self.scales),)](*tables, *given, self.scales, num_warps=8, **kinds)
+        kinds["R"] = min(kinds["R"], self._longest)
+        runs.row_scales[(len(self.scales),)](*tables, *given, self.scales, num_warps=4, **kinds)
 
 
 def _axes_of(target: Target, m: int) -> list[tuple[int, int]]:

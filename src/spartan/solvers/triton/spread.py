@@ -183,12 +183,12 @@ def times_mask(
             m = tl.load(given_at + unit, mask=there, other=0.0)
             if MASK == SOFT:
                 m = mask_of(m, slope, center, shift)
-            m = m.to(GRAD)[:, None]
+            m = m.to(GRAD).to(tl.float32)[:, None]
             for j in range(0, w, W):
                 top, inside = tile_of(corner, first, there, j, w, shape, columns, INLINE, W)
                 for r in range(0, h):
-                    g = tl.load(grad_at + top + r * step, mask=inside, other=0.0)
-                    tl.store(grad_at + top + r * step, g * m, mask=inside)
+                    g = tl.load(grad_at + top + r * step, mask=inside, other=0.0).to(tl.float32)
+                    tl.store(grad_at + top + r * step, (g * m).to(GRAD), mask=inside)
 
 
 @triton.jit
