@@ -58,18 +58,18 @@ def both(pattern: Pattern, dtype: torch.dtype = torch.float32) -> list[TorchSolv
     rng = torch.Generator().manual_seed(0)
     thetas = [in_order(torch.randn(shape, generator=rng), order).to(DEVICE, dtype) for shape, order in SHAPES[pattern]]
     prices, power = [1.0, 1.5, 2.0], 1.0 if pattern.rows else 0.5
-    kind = BlockSolver if pattern.rows is None else RowSolver
-    found = []
-    for solver in (TorchSolver, kind):
+    fast = BlockSolver if pattern.rows is None else RowSolver
+    found: list[TorchSolver] = []
+    for kind in (TorchSolver, fast):
         problem = problem_of(thetas, pattern, prices, value_power=power, owners=[0, 0, 1])
-        assert kind.why_not(problem, "triton") == ""
-        found.append(build(solver, problem))
+        assert fast.why_not(problem, "triton") == ""
+        found.append(build(kind, problem))
     for solver in found:
         rng = torch.Generator().manual_seed(1)
         drawn = [torch.rand(solver.count, generator=rng).to(DEVICE) for _ in range(3)]
         solver.state.per_unit |= {"A": drawn[0] > 0.5, "B": drawn[0] > 0.25, "m": drawn[1]}
         solver.state.learned["rank"] = nn.Parameter(4.0 * drawn[2] - 3.0)
-    return found  # type: ignore[return-value]
+    return found
 
 
 def gradients(solver: TorchSolver, missing: tuple[int, ...]) -> list[Tensor | None]:
@@ -159,7 +159,7 @@ def test_shifted_ranks(pattern: Pattern) -> None:
         at = Moment(0, 10, 0, 10)
         method.setup(solver, at)
         with torch.no_grad():
-            solver.state.learned_per_target["s"] += torch.linspace(-1.0, 1.0, 3, device=DEVICE)
+            solver.state.learned_per_target["s"].add_(torch.linspace(-1.0, 1.0, 3, device=DEVICE))
         method.choose(solver, at)
         forms.append(method.form(solver, at))
     compare(solvers, forms, missing=(1,))
@@ -205,7 +205,7 @@ def test_axes_that_are_turned_or_stacked() -> None:
             solver.state.per_unit["A"] = torch.arange(solver.count, device=DEVICE) % 3 == 0
             solver.solve([0.5 * solver.problem.total])
         for form in (FORMS["stored"], FORMS["shrunk, by outputs"]):
-            compare(solvers, [form] * 2, missing=())  # type: ignore[arg-type]
+            compare(solvers, [form] * 2, missing=())
 
 
 def test_more_axes_than_kernels_count() -> None:
@@ -220,5 +220,5 @@ def test_more_axes_than_kernels_count() -> None:
     fast = solvers[1]
     assert fast.path(FORMS["stored"]) == "triton for thresholds, torch for weights and gradients"
     assert fast.path(FORMS["one"]) == "triton"
-    compare(solvers, [FORMS["one"]] * 2, missing=())  # type: ignore[arg-type]
+    compare(solvers, [FORMS["one"]] * 2, missing=())
     assert torch.equal(fast.scores(), solvers[0].scores())

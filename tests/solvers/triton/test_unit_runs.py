@@ -28,7 +28,9 @@ METHODS: dict[str, Method] = OF_SINGLE_WEIGHTS | {
     "svite": SViTE(every=2, importance="taylor"),
 }
 OF_NM = {
-    name: replace(method, backward_sparsity=0.25) if isinstance(method, TopKAST) and method.backward_sparsity else method
+    name: replace(method, backward_sparsity=0.25)
+    if isinstance(method, TopKAST) and method.backward_sparsity
+    else method
     for name, method in METHODS.items()
     if not method.refuses_nm
 }
@@ -40,7 +42,13 @@ def build(kernels: str, method: Method, pattern: Pattern, **options: Any) -> tup
     layers = nn.Conv2d(8, 8, 2), nn.ReLU(), nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8)
     model = nn.Sequential(*layers).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-    settings: dict[str, Any] = {"sparsity": 0.5, "total_steps": STEPS, "warmup": 0.34, "finetune": 0.0, "budget": "uniform"}
+    settings: dict[str, Any] = {
+        "sparsity": 0.5,
+        "total_steps": STEPS,
+        "warmup": 0.34,
+        "finetune": 0.0,
+        "budget": "uniform",
+    }
     sparsifier = Sparsifier(model, method=method, kernels=kernels, pattern=pattern, **settings | options)
     return model, optimizer, sparsifier.attach(optimizer)
 

@@ -91,7 +91,7 @@ class BlockSolver(TritonSolver):
         return None if self.power != 1.0 else super().reading(form)
 
     @cached_property
-    def row_scales(self) -> "BandScales":
+    def row_scales(self) -> "BandScales":  # type: ignore[override]
         """What makes up for the magnitude that each row of units has lost."""
         return BandScales(self.problem, self.device)
 
@@ -221,8 +221,8 @@ class BandScales:
     """A number for every band of units side by side: what makes up for the magnitude that its rows have lost."""
 
     def __init__(self, problem: Problem, device: torch.device) -> None:
-        rows, bands, owners = [0], [], []
-        firsts = []
+        rows, firsts, owners = [0], list[int](), list[int]()
+        bands: list[tuple[int, int]] = []
         for i, (target, side) in enumerate(zip(problem.targets, _sides(problem), strict=True)):
             matrix = target.axes.matrix(target.parameter)
             assert matrix is not None

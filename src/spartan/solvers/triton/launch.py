@@ -69,7 +69,7 @@ class Launcher:
 
     def alike(self, grads: Grads) -> bool:
         """Whether gradients lie in memory as their parameters do, which kernels take as it lies."""
-        if all([g is not None for g in grads]):
+        if all(g is not None for g in grads):
             return list(map(Tensor.stride, grads)) == self._strides  # type: ignore[arg-type]  # C, for every step
         return all(g is None or g.stride() == stride for g, stride in zip(grads, self._strides, strict=True))
 
@@ -77,7 +77,9 @@ class Launcher:
         """Whether kernels can read such tensors: alike, of one kind, and with nothing to be learned through them."""
         given = [x for x in tensors if x is not None]
         kinds = {x.dtype for x in given}
-        return len(kinds) == 1 and kinds <= set(DTYPES) and not any(x.requires_grad for x in given) and self.alike(tensors)
+        return (
+            len(kinds) == 1 and kinds <= set(DTYPES) and not any(x.requires_grad for x in given) and self.alike(tensors)
+        )
 
     def laid_out(self, grads: Grads) -> Grads:
         """The same gradients, in the order of their parameters' memory."""

@@ -231,7 +231,7 @@ class OutputScales:
 
 
 def _axes_of(target: Target, m: int) -> list[tuple[int, int]]:
-    """The sizes of the axes of runs in the order of units, and the way in memory along each: matrices, outputs, kernel, runs."""
+    """Matrices, outputs, kernel, runs of inputs, as vectors of units have them: sizes, and the way in memory along each."""
     weight, first = target.axes.turned(target.parameter), int(target.axes.stacked)
     sizes, strides = list(weight.shape), list(weight.stride())
     inputs = sizes.pop(first + 1) // m, strides.pop(first + 1) * m

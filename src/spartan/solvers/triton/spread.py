@@ -60,7 +60,7 @@ def project(
     value = tl.load(floats + VALUE).to(tl.float32)
     cut = tl.load(all_ints + segment * INTS + CUT) - position
     slope, center, shift = line_of(floats)
-    if MASK == SHRUNK or MASK == SHIFTED:
+    if MASK in (SHRUNK, SHIFTED):
         tau = tl.load(taus + segment).to(tl.float32)
     for i in range(0, length, U):
         unit = i + tl.arange(0, U)

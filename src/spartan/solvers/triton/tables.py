@@ -143,7 +143,7 @@ class Addresses:
         if self.fixed and tensors is self._list:
             return self._table
         self._list = tensors
-        if all([t is not None for t in tensors]):
+        if all(t is not None for t in tensors):
             return self._at(list(map(Tensor.data_ptr, tensors)))  # type: ignore[arg-type]  # C, for every step
         return self._at([0 if t is None else t.data_ptr() for t in tensors])
 
