@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spartan import Unstructured
+from spartan.problem.axes import PLAIN, Axes
 from spartan.problem.patterns import Pattern
 from spartan.problem.problem import Problem, Segment
 from spartan.problem.targets import Target
@@ -25,12 +26,13 @@ def problem_of(
     value_power: float = 1.0,
     owners: Sequence[int] | None = None,
     sparsity: float = 0.5,
+    axes: Axes = PLAIN,
 ) -> Problem:
     """Parameters that hold copies of the tensors, laid out as they are; `owners` tells the segment of each."""
     prices = list(prices or [1.0] * len(tensors))
     owners = owners or [0] * len(tensors)
     copies = [t.clone(memory_format=torch.preserve_format) for t in tensors]
-    targets = [Target((f"w{i}",), nn.Parameter(t), nn.Identity(), "weight") for i, t in enumerate(copies)]
+    targets = [Target((f"w{i}",), nn.Parameter(t), nn.Identity(), "weight", axes) for i, t in enumerate(copies)]
     segments = []
     for s in sorted(set(owners)):
         mine = tuple(i for i, owner in enumerate(owners) if owner == s)

@@ -90,7 +90,7 @@ def test_what_runs() -> None:
     assert "by torch (kernels='torch')\n" in repr(run("torch", METHODS["spartan"], steps=0)[2])
     assert "by chunks\n" in repr(run("auto", METHODS["spartan"], steps=0, budget="uniform")[2])
     soft = repr(run("auto", METHODS["spartan-soft"], steps=0)[2])
-    assert "by chunks for thresholds, torch for the method's own masks" in soft
+    assert "by chunks for thresholds and gradients, torch for weights" in soft
 
 
 @pytest.mark.parametrize("name", list(METHODS))

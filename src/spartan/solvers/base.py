@@ -105,15 +105,32 @@ class Solver(ABC):
         self.problem, self.flags = problem, flags
         self._numbers = torch.tensor(problem.numbers, dtype=torch.int32).to(flags.bad.device)
 
+    def searches(self) -> bool:
+        """Whether it found the masks in use by itself, or left that to plain torch."""
+        return True
+
     def serves(self, form: Form) -> bool:
-        """Whether it writes what the form says by itself, or leaves that to plain torch."""
+        """The same of writing what the form says."""
+        return True
+
+    def turns(self, form: Form) -> bool:
+        """The same of turning gradients as the form says."""
         return True
 
     def path(self, form: Form | None) -> str:
-        """What does the work, and why."""
+        """What does the work, and why; and what of it plain torch does."""
         found = self.name + (f" ({self.why})" if self.why else "")
-        by_torch = form is not None and not self.serves(form)
-        return f"{found} for thresholds, torch for the method's own masks" if by_torch else found
+        if form is None:
+            return found
+        does = {"thresholds": self.searches(), "weights": self.serves(form), "gradients": self.turns(form)}
+        mine, rest = ([verb for verb in does if does[verb] is own] for own in (True, False))
+        if not rest:
+            return found
+        return f"{found} for {_listed(mine or ['moving weights'])}, torch for {_listed(rest)}"
+
+
+def _listed(words: list[str]) -> str:
+    return " and ".join([", ".join(words[:-1])] * (len(words) > 1) + words[-1:])
 
 
 def check_kernels(kernels: str) -> str:

@@ -256,6 +256,10 @@ class ChunkSolver(TorchSolver):
         """Whether chunks can write what the form says."""
         return self._chosen(form) and form.project and isinstance(form.mask, Mask)
 
+    def turns(self, form: Form) -> bool:
+        """Whether chunks can turn gradients as the form says."""
+        return self._chosen(form) and (form.couples or form.back == KEPT)
+
     def _chosen(self, form: Form) -> bool:
         """Whether what is kept follows from θ by the thresholds found here."""
         return self._mine and self.power == 1.0 and form.by_magnitude
@@ -284,16 +288,14 @@ class ChunkSolver(TorchSolver):
         assert form is not None
         pairs = zip(grads, self.problem.targets, strict=True)
         alike = all(g is None or g.stride() == t.local.stride() for g, t in pairs)
-        if not (alike and self._chosen(form)):
+        if not (alike and self.turns(form)):
             return super().turn(form, grads)
         if form.couples:
             grads = self.with_missing(form, grads)
             self._pull(grads)
-        elif form.back == KEPT:
+        else:
             for piece, g in self._beside(grads):
                 self._only_kept(piece, _scores(piece), g, out=g)
-        else:
-            return super().turn(form, grads)
         return list(grads)
 
     def _pull(self, grads: Grads) -> None:

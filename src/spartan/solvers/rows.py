@@ -62,8 +62,7 @@ class Rows(Pools):
         """n of every row, rounded down; the ranks do not matter, since rows are ranked where they are read."""
         m, segments = self.problem.pattern.rows or 1, self.problem.segments
         n = min(min(m, math.floor(m * k / s.total + 1e-9)) for k, s in zip(numbers(k), segments, strict=True))
-        costs = [segment.total * n / m for segment in segments]
-        return RowSelection(n, torch.tensor(costs, dtype=torch.float64, device=self.units.device))
+        return RowSelection(n, self.units.constant([float(segment.total * n / m) for segment in segments]))
 
     def solve(self, ranks: Tensor, k: Budgets, beta: Sequence[float]) -> tuple[Any, Any]:
         """The same, and the soft top-n mask of every row."""

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from spartan.solvers.triton import drawing, gradient, nm, powers, ratios, rounds, units, weights
+from spartan.solvers.triton import drawing, gradient, nm, powers, ratios, rounds, runs, slopes, spread, units, weights
 from spartan.solvers.triton.search import search
 from spartan.solvers.triton.state import CUT, WHOLE_CUT
 
@@ -59,12 +59,12 @@ def made_of(kernel: Any, types: Any = None, **constants: Any) -> Any:
     return made.asm
 
 
-def check_width(kernel: Any, loads: int = 1, stores: int = 1, **constants: Any) -> None:
+def check_width(kernel: Any, types: Any = None, loads: int = 1, stores: int = 1, **constants: Any) -> None:
     """Of so many tensors at least, weights and gradients move 16 bytes at a time where a piece lies so."""
     names = {p.name for p in kernel.params}
     for dtype in (tl.float32, tl.bfloat16):
         given = {"DTYPE": dtype, "GRAD": dtype, "FINE": 1, "BLOCK": 2048, "segments": None, **constants}
-        ptx = made_of(kernel, **{name: value for name, value in given.items() if name in names})["ptx"]
+        ptx = made_of(kernel, types, **{name: value for name, value in given.items() if name in names})["ptx"]
         for move, least in (("ld", loads), ("st", stores)):
             moved = re.findall(rf"{move}\.global\S*\.v4\.b32", ptx)
             # A thread has 8 entries of a block.
@@ -110,7 +110,7 @@ def check_powers() -> None:
             "P": 1.0,
         }
         compile_it(weights.project, taus, **shifted, **one)
-        compile_it(weights.largest_below, {**owners, "found": "*fp32"}, ranks=None, **one)
+        compile_it(weights.largest_below, {**owners, "found": "*fp32"}, ranks=None, CUT=CUT, **one)
         compile_it(weights.row_scales, {"scales": "*fp32"}, **one)
         compile_it(gradient.pull, owners, ranks=None, **both)
         compile_it(gradient.through_mask, owners, **both)
@@ -124,14 +124,115 @@ def check_powers() -> None:
         compile_it(search, fine_costs=None, fine_prices=None, SEGMENTS=2, ROWS=512, **kinds, **one)
 
 
+def compile_runs() -> None:
+    """The kernels of N:M: by magnitude, by what is stored and by what is learned."""
+    no_scales: dict[str, Any] = {"scales": None, "rows": None}
+    for m, wide, turned in ((4, True, False), (4, False, True), (7, False, True)):
+        lanes = 1 << (m - 1).bit_length()
+        tile = {"M": m, "LANES": lanes, "R": 2048 // lanes}
+        sides: dict[str, Any] = {**tile, "WIDE": wide, "TURNED": turned, "DTYPE": tl.float32}
+        several = {"segments": "*i32", "numbers": "*fp32", "by": "*fp32", "scale": "*fp32", "orders": "*i32"}
+        types: dict[str, Any] = {**several, "scales": "*fp32", "rows": "*i32", "lines": "*i32"}
+        one = {**sides, "segments": None}
+        for kept, mask in (
+            (weights.ABOVE, weights.ONE),
+            (weights.EVERYTHING, weights.SOFT),
+            (weights.ABOVE, weights.SOFT),
+        ):
+            for ranks in ({"ranks": None}, {}):
+                given = {**ranks, **no_scales, "masks": None, "KEPT": kept, "MASK": mask, "P": 1.0}
+                compile_it(nm.project, types, PASSES=8, **given, **one)
+        shrunk: dict[str, Any] = {
+            "ranks": None,
+            "masks": None,
+            "KEPT": weights.ABOVE,
+            "MASK": weights.SHRUNK,
+            "PASSES": 8,
+        }
+        compile_it(nm.project, types, P=2.5, **shrunk, **no_scales, **sides)
+        compile_it(nm.project, types, P=1.0, **shrunk, **sides)
+        stored: dict[str, Any] = {"ranks": None, "KEPT": weights.STORED, "MASK": weights.ONE, "P": 1.0, "PASSES": 8}
+        compile_it(nm.project, types, **stored, **no_scales, **sides)
+        compile_it(nm.through_mask, types, ranks=None, learned=None, ADD=False, GRAD=tl.float32, PASSES=8, **one)
+        for add in (False, True):
+            compile_it(nm.through_mask, types, ADD=add, GRAD=tl.bfloat16, PASSES=8, **sides)
+        plain: dict[str, Any] = {"ranks": None, "masks": None, "more_masks": None, "scale": None, "GRAD": tl.bfloat16}
+        compile_it(nm.where, types, KEPT=weights.ABOVE, MORE=weights.EVERYTHING, DECAY=False, **plain, **one)
+        compile_it(nm.where, types, KEPT=weights.ABOVE, MORE=weights.ABOVE, DECAY=True, **plain, **sides)
+        both: dict[str, Any] = {"ranks": None, "KEPT": weights.STORED, "MORE": weights.STORED, "GRAD": tl.float32}
+        compile_it(nm.where, types, DECAY=True, **both, **sides)
+        learned = {"masks": None, "more_masks": None, "scale": None, "KEPT": weights.ABOVE, "MORE": weights.EVERYTHING}
+        compile_it(nm.where, types, DECAY=False, GRAD=tl.float32, **learned, **sides)
+        compile_it(runs.scores, types, **sides)
+        compile_it(runs.products, types, GRAD=tl.bfloat16, **sides)
+        compile_it(runs.restart, types, **sides)
+        compile_it(runs.keep, {"ranks": "*fp32", "masks": "*i8", "n": "i32", "runs": "i32"}, **tile)
+        compile_it(runs.row_scales, types, DTYPE=tl.bfloat16, **tile)
+
+
+def compile_units() -> None:
+    """The kernels of blocks, rows and columns."""
+    kinds: dict[str, Any] = {"GRAD": tl.float32, "DTYPE": tl.float32}
+    tile: dict[str, Any] = {"INLINE": True, "GRAIN": 8, "U": 128, "W": 16}
+    one, apart = {**tile, "segments": None}, {**tile, "INLINE": False, "GRAIN": 1}
+    types: dict[str, Any] = {
+        **dict.fromkeys(("segments", "shapes"), "*i32"),
+        **dict.fromkeys(("pulls", "numbers", "scale", "scales"), "*fp32"),
+        **dict.fromkeys(("taus", "more_values"), "*fp64"),
+    }
+    compile_it(units.pull, types, **kinds, **one)
+    compile_it(units.through_mask, types, **kinds, **one)
+    compile_it(units.through_mask, types, **kinds, **apart)
+    compile_it(units.sum_units, types, DTYPE=tl.float32, **tile)
+    nothing: dict[str, Any] = {"ranks": None, "masks": None, "scales": None, "bands": None, "P": 1.0}
+    above: dict[str, Any] = {**nothing, "KEPT": weights.ABOVE}
+    alone: dict[str, Any] = {
+        "ranks": None,
+        "masks": None,
+        "more_masks": None,
+        "scale": None,
+        "MORE": weights.EVERYTHING,
+    }
+    for mask in (weights.ONE, weights.SOFT, weights.SHRUNK):
+        check_width(spread.project, types, **above, MASK=mask, **one)
+    for decay in (False, True):
+        check_width(spread.where, types, **alone, KEPT=weights.ABOVE, DECAY=decay, **one)
+    check_width(units.through_mask, types, loads=2, **one)
+    for other in (tile, apart):
+        unprojected = {**nothing, "KEPT": weights.EVERYTHING, "MASK": weights.SOFT}
+        compile_it(spread.project, types, DTYPE=tl.bfloat16, **unprojected, **other)
+        numbers = {"ranks": None, "scales": None, "bands": None, "KEPT": weights.EVERYTHING, "MASK": weights.NUMBERS}
+        compile_it(spread.project, types, DTYPE=tl.bfloat16, P=1.0, **numbers, **other)
+        stored = {"ranks": None, "scales": None, "bands": None, "KEPT": weights.STORED, "MASK": weights.ONE}
+        compile_it(spread.project, types, DTYPE=tl.bfloat16, P=1.0, **stored, **other)
+        shrunk = {"ranks": None, "masks": None, "KEPT": weights.ABOVE, "MASK": weights.SHRUNK}
+        compile_it(spread.project, types, DTYPE=tl.bfloat16, P=2.5, **shrunk, **other)
+        for mask in (weights.ONE, weights.SOFT, weights.SHIFTED):
+            ranked = {key: value for key, value in above.items() if key != "ranks"}
+            compile_it(spread.project, types, DTYPE=tl.bfloat16, MASK=mask, **ranked, **other)
+        both: dict[str, Any] = {"masks": None, "more_masks": None, "scale": None, "KEPT": weights.ABOVE}
+        compile_it(spread.where, types, MORE=weights.ABOVE, DECAY=False, **both, **kinds, **other)
+        compile_it(spread.where, types, ranks=None, MORE=weights.ABOVE, DECAY=True, **both, **kinds, **other)
+        kept = {"ranks": None, "KEPT": weights.STORED, "MORE": weights.STORED}
+        for decay in (False, True):
+            compile_it(spread.where, types, DECAY=decay, **kept, **kinds, **other)
+        compile_it(spread.times_mask, types, masks=None, MASK=weights.SOFT, GRAD=tl.bfloat16, **other)
+        compile_it(spread.times_mask, types, ranks=None, MASK=weights.NUMBERS, GRAD=tl.bfloat16, **other)
+        compile_it(spread.bend, {**types, "masks": "*fp32", "slopes": "*fp32"}, **kinds, **other)
+        compile_it(spread.restart, types, DTYPE=tl.bfloat16, **other)
+        compile_it(spread.sum_products, {**types, "sums": "*i64"}, **kinds, **other)
+    for add in (False, True):
+        compile_it(slopes.learn, types, ADD=add, BLOCK=2048)
+    compile_it(slopes.of_shifted, {**types, "masks": "*fp32"}, BLOCK=2048)
+    for inline in (False, True):
+        compile_it(slopes.row_scales, types, DTYPE=tl.float32, INLINE=inline, BLOCK=1024)
+    compile_it(slopes.band_scales, {"scales": "*fp32", "found": "*fp32"}, ROWS=512)
+
+
 if __name__ == "__main__":
     check_powers()
-    for m, wide in ((4, True), (4, False), (7, False)):
-        lanes = 1 << (m - 1).bit_length()
-        sides = {"M": m, "LANES": lanes, "R": 2048 // lanes, "WIDE": wide, "DTYPE": tl.float32}
-        compile_it(nm.project, SOFT=True, PASSES=8, **sides)
-        compile_it(nm.through_mask, GRAD=tl.float32, PASSES=8, **sides)
-        compile_it(nm.where_kept, GRAD=tl.bfloat16, **sides)
+    compile_runs()
+    compile_units()
     check_width(weights.put)
     check_width(weights.take)
     check_width(gradient.through_mask, loads=2)
@@ -224,15 +325,6 @@ if __name__ == "__main__":
     compile_it(drawing.shifted, doubles, BLOCK=2048)
     compile_it(drawing.step, doubles, ROWS=512)
     compile_it(drawing.clip, doubles, BLOCK=2048)
-    tile: dict[str, Any] = {"INLINE": True, "GRAIN": 8, "U": 128, "W": 16, "segments": None}
-    compile_it(units.where_kept, GRAD=tl.float32, **tile)
-    compile_it(units.project, SOFT=True, DTYPE=tl.float32, **tile)
-    compile_it(units.pull, GRAD=tl.float32, DTYPE=tl.float32, **tile)
-    compile_it(units.through_mask, GRAD=tl.float32, DTYPE=tl.float32, **tile)
-    compile_it(units.through_mask, GRAD=tl.float32, DTYPE=tl.float32, **{**tile, "INLINE": False, "GRAIN": 1})
-    compile_it(units.sum_units, DTYPE=tl.float32, **{k: v for k, v in tile.items() if k != "segments"})
-    for kernel, loads in ((units.project, 1), (units.through_mask, 2), (units.where_kept, 0)):
-        check_width(kernel, loads, SOFT=True, **tile)
     sizes = {"BLOCK": 2048, "ROWS": 512}
     for kinds in (
         {"owners": None, "SEGMENTS": 1, "SOFT": True, "ABS": True, "DTYPE": tl.float32, "SUM": tl.float32},

@@ -202,7 +202,7 @@ def test_what_runs_where_kernels_do_not() -> None:
     if DEVICE.type == "cpu":
         assert "by torch (few weights)\n" in repr(run("auto", IMP(), steps=0)[1])
     blocks = run("triton", "powerprop", steps=0, pattern=Block(2, 2))[1]
-    assert "by triton for thresholds, torch for the method's own masks" in repr(blocks)
+    assert "by triton for thresholds, torch for weights and gradients" in repr(blocks)
 
 
 @pytest.mark.parametrize("steps", [3, 5])

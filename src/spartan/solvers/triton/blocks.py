@@ -1,6 +1,8 @@
 """Answers problems of blocks, rows and columns of a weight by Triton kernels."""
 
 import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -8,10 +10,15 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Grads
-from spartan.solvers.forms import Form, Mask
-from spartan.solvers.triton import units
-from spartan.solvers.triton.single import ByMagnitude
+from spartan.solvers.forms import Form, Shrunk, Stored
+from spartan.solvers.triton import slopes as of_units
+from spartan.solvers.triton import spread, units, weights
+from spartan.solvers.triton.launch import DTYPES
+from spartan.solvers.triton.reading import LONGEST, Reading
+from spartan.solvers.triton.single import TritonSolver
+from spartan.solvers.triton.state import States
 from spartan.solvers.triton.tables import Addresses, Pieces
+from spartan.solvers.triton.turning import plain
 
 TILE = 2048  # entries that a program holds at once
 
@@ -30,7 +37,7 @@ class Grid(NamedTuple):
     columns: Tensor | None
 
 
-class BlockSolver(ByMagnitude):
+class BlockSolver(TritonSolver):
     """Launches the kernels of units that are rectangles of a weight seen as a matrix."""
 
     @classmethod
@@ -61,24 +68,37 @@ class BlockSolver(ByMagnitude):
                 columns.append(torch.arange(g.across * g.w, dtype=torch.int32) if g.columns is None else g.columns)
         bases = torch.tensor([here.start for here in problem.slices], dtype=torch.int64).to(device)
         self._grids = bases, torch.tensor(rows, dtype=torch.int32).to(device), torch.cat(columns).to(device)
-        # u and G = Σ g·θ of every unit; what the gradients sum of each piece.
-        self._u, self._pulls = (torch.zeros(sum(numbers), dtype=torch.float32, device=device) for _ in range(2))
+        # u, G = Σ g·θ and a mask of every unit; what the gradients sum of each piece.
+        self._u, self._pulls, self._masks = torch.zeros(3, sum(numbers), dtype=torch.float32, device=device)
         self._sums = torch.zeros(self.ranked.count, 4, dtype=torch.float64, device=device)
         self._u_by_target = [self._u[here] for here in problem.slices]
+        self._u_there = Addresses(device, fixed=True).of(self._u_by_target)
         self.topk = self.make_topk(numbers, problem.unit_costs, None, device, **owners, replay=self.kernels.replay)
+        self.prepare_gradients()
+        replay = self.kernels.replay
+        self._to_given, self._to_found = (Addresses(device, replay=replay) for _ in range(2))
 
     def _over_units(self, kernel: Any, *arguments: Any, **kinds: Any) -> None:
         kernel[(self.ranked.count,)](*arguments, num_warps=8, **self._tile, **kinds)
 
-    def _read_at_once(self, *tables: Addresses) -> int:
+    def _grain_of(self, *tables: Addresses) -> dict[str, int]:
         """So many entries lie side by side wherever a unit has them, in memory that can be read as one word."""
-        return self._grain if all(table.aligned for table in tables) else 1
+        return {"GRAIN": self._grain if all(table.aligned for table in tables) else 1}
+
+    def reading(self, form: Form) -> Reading | None:
+        """Where kernels read what is kept; None where they cannot, and for powers of weights."""
+        return None if self.power != 1.0 else super().reading(form)
+
+    @cached_property
+    def row_scales(self) -> "BandScales":  # type: ignore[override]
+        """What makes up for the magnitude that each row of units has lost."""
+        return BandScales(self.problem, self.device)
 
     def competing(self) -> list[Tensor]:
         """u of every unit, summed from θ anew."""
         x, p = self.kernels, self.ranked
         tables = x.to_thetas.of(self._theta.views), p.table, *self._grids, p.factors, self._u
-        kinds = {"DTYPE": x.dtype, "GRAIN": self._read_at_once(x.to_thetas)}
+        kinds = {"DTYPE": x.dtype, **self._grain_of(x.to_thetas)}
         x.replay(("sum units", *kinds.values()), lambda: self._over_units(units.sum_units, *tables, **kinds))
         return self._u_by_target
 
@@ -90,36 +110,147 @@ class BlockSolver(ByMagnitude):
         self.kernels.replay.flush()
         return self._u.clone()
 
+    def magnitudes(self, slabs: Sequence[Tensor]) -> Tensor:
+        """Σ|x| of every unit, by its cost and the value power, of one tensor per target."""
+        if not self.kernels.readable(slabs):
+            return super().magnitudes(slabs)
+        p, found = self.ranked, torch.empty_like(self._u)
+        tables = self._to_given.of(slabs), p.table, *self._grids, p.factors, found
+        self._over_units(units.sum_units, *tables, DTYPE=DTYPES[slabs[0].dtype], **self._grain_of(self._to_given))
+        return found
+
+    def products(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """G = Σ g·θ over every unit; a missing gradient counts as zero."""
+        if self.power != 1.0 or not self.kernels.readable(grads):
+            return super().products(grads)
+        found = torch.empty_like(self._u)
+        self._sum_products(grads, found)
+        self.kernels.replay.flush()
+        return found
+
+    def _sum_products(self, grads: Sequence[Tensor | None], found: Tensor) -> None:
+        x, sums = self.kernels, self._to_found.along(found, self.starts)
+        tables = self._to_given.of(grads), x.to_thetas.of(self._theta.views), sums, self.ranked.table, *self._grids[1:]
+        kinds = {**x.kinds(grads), **self._grain_of(self._to_given, x.to_thetas)}
+        x.replay(("products", *kinds.values()), lambda: self._over_units(spread.sum_products, *tables, **kinds))
+
     def project(self, form: Form) -> None:
-        """w = [kept] ⊙ θ, or [kept] ⊙ m ⊙ θ, into the parameters."""
-        soft = form.mask is Mask.SOFT
-        x, p, states = self.kernels, self.ranked, self.topk.states
-        where = x.to_parameters.of(x.parameters), x.to_thetas.of(self._theta.views), p.table, p.segments, *self._grids
-        rest, kinds = (self._u, states.floats, states.ints), {"SOFT": soft, "DTYPE": x.dtype}
-        kinds["GRAIN"] = self._read_at_once(x.to_parameters, x.to_thetas)
-        x.write(("project", soft, kinds["GRAIN"]), lambda: self._over_units(units.project, *where, *rest, **kinds))
+        """w = [kept] ⊙ mask ⊙ θ into the parameters."""
+        x, p, reading, mask = self.kernels, self.ranked, self.reading(form), self.kinds_of(form)
+        assert reading is not None
+        bands = self.row_scales if isinstance(form.mask, Shrunk) and form.mask.row_scale else None
+        thetas, states = x.to_thetas.of(self._theta.views), reading.states
+        scales = (None, None) if bands is None else (bands.scales, bands.firsts)
+        given = self._u, reading.ranks, reading.masks, self._taus, *scales, p.table, p.segments, *self._grids
+        tables = x.to_parameters.of(x.parameters), thetas, *given, states.floats, states.ints
+        kinds = {**mask, "DTYPE": x.dtype, **self._grain_of(x.to_parameters, x.to_thetas)}
+        by_units = reading if reading.ranks is not None else reading._replace(ranks=self._u_there)
+
+        def launch() -> None:
+            if bands is not None:
+                bands.launch(thetas, self._u, self._grids, states, {"DTYPE": x.dtype, "INLINE": self._tile["INLINE"]})
+            self._over_units(spread.project, *tables, **kinds)
+
+        key = "project", form.learned, *plain(kinds), bands is not None
+        if mask["MASK"] in (weights.SHRUNK, weights.SHIFTED):
+            self.write_below(form, key, lambda: self.launch_below(thetas, by_units), launch)
+        else:
+            x.write(key, launch)
+            self.launched("write", form, x.to_parameters, key, launch)
+
+    def launch_restart(self, masks: Tensor) -> Callable[[], None]:
+        """What launches `restart`."""
+        x = self.kernels
+        tables = x.to_thetas.of(self._theta.views), masks, self.ranked.table, *self._grids[1:]
+        return lambda: self._over_units(spread.restart, *tables, DTYPE=x.dtype, **self._grain_of(x.to_thetas))
 
     def through_mask(self, form: Form, grads: Grads) -> None:
-        """Through the soft mask, in place."""
-        x, p, floats, out = self.kernels, self.ranked, self.topk.states.floats, self.flags.residuals
-        where = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), p.table, p.segments, *self._grids
-        kinds = {**x.kinds(grads), "GRAIN": self._read_at_once(x.to_grads, x.to_thetas)}
+        """Through the mask, in place: the slope of a soft one goes to what ranks."""
+        x, p, reading = self.kernels, self.ranked, self.reading(form)
+        assert reading is not None
+        to_grads, floats, out = x.to_grads.of(grads), reading.states.floats, self.flags.residuals
+        kinds = {**x.kinds(grads), **self._grain_of(x.to_grads, x.to_thetas)}
+        soft = weights.NUMBERS if isinstance(form.mask, Stored) else weights.SOFT
+        given = to_grads, reading.ranks, reading.masks, p.table, p.segments, *self._grids[1:], floats
+        only = {"MASK": soft, "GRAD": kinds["GRAD"], "GRAIN": kinds["GRAIN"]}
+        if soft is weights.NUMBERS:
+            x.replay(("times", *plain(only)), lambda: self._over_units(spread.times_mask, *given, **only))
+            return
+        learned, add = (None, False) if form.learned is None else self._to_learn(form.learned)
+        ranks = self._u if form.learned is None else self.state.learned[form.learned].detach()
+        where = to_grads, x.to_thetas.of(self._theta.views), p.table, p.segments, *self._grids
+        slopes = reading.ranks, self._pulls, learned, p.table, p.segments, self._grids[0], p.costs, floats, out
 
         def launch_pull() -> None:
-            self._over_units(units.pull, *where, self._u, self._pulls, floats, self._sums, **kinds)
+            self._over_units(units.pull, *where, ranks, self._pulls, floats, self._sums, **kinds)
 
         def launch_turn() -> None:
-            rest = p.factors, p.costs, self._u, self._pulls, floats, out
-            self._over_units(units.through_mask, *where, *rest, **kinds)
+            if learned is None:
+                rest = p.factors, p.costs, self._u, self._pulls, floats, out
+                self._over_units(units.through_mask, *where, *rest, **kinds)
+            else:
+                self._over_units(spread.times_mask, *given, **only)
+                x.run(of_units.learn, *slopes, pieces=p, ADD=add)
 
-        self.pull_back(form, ("through_mask", *kinds.values()), launch_pull, launch_turn, where[0], floats)
+        key = "through_mask", form.learned, add, ranks.data_ptr(), *kinds.values()
+        self.pull_back(form, key, launch_pull, launch_turn, to_grads, floats)
 
-    def where(self, form: Form, grads: Grads) -> None:
-        """Zero where not kept, in place."""
-        x, p, states = self.kernels, self.ranked, self.topk.states
-        tables = x.to_grads.of(grads), p.table, p.segments, *self._grids, self._u, states.floats, states.ints
-        kinds = {"GRAD": x.kinds(grads)["GRAD"], "GRAIN": self._read_at_once(x.to_grads)}
-        x.replay(("where_kept", *kinds.values()), lambda: self._over_units(units.where_kept, *tables, **kinds))
+    def through_shift(self, name: str, form: Form, grads: Grads) -> None:
+        """Through a mask that a learned number per target shifts, in place; and the sum over each target for that."""
+        x, p, reading = self.kernels, self.ranked, self.reading(form)
+        assert reading is not None
+        states, kinds = reading.states, x.kinds(grads)
+        self._sum_products(grads, self._pulls)
+        given = self._u, reading.ranks, self._pulls, self._taus, self._masks, p.table, p.segments, self._grids[0]
+        x.run(of_units.of_shifted, *given, p.factors, states.floats, states.ints, self._sums, pieces=p)
+        self.learn_shift(name)
+        tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), self._masks, self._pulls, p.table
+        self._over_units(spread.bend, *tables, *self._grids, **kinds, **self._grain_of(x.to_grads, x.to_thetas))
+
+    def launch_where(
+        self, grads: Grads, reading: Reading, rest: tuple[Tensor | None, ...], kinds: dict[str, Any]
+    ) -> Callable[[], None]:
+        """What launches `where`."""
+        x, p, states = self.kernels, self.ranked, reading.states
+        kinds["GRAIN"] = self._grain_of(x.to_grads, x.to_thetas)["GRAIN"]
+        mine = {key: kind for key, kind in kinds.items() if key != "POWER"}
+        given = self._u, reading.ranks, reading.masks, *rest, p.table, p.segments, *self._grids
+        tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), *given, states.floats, states.ints
+        return lambda: self._over_units(spread.where, *tables, *self._b_there, **mine)
+
+
+class BandScales:
+    """A number for every band of units side by side: what makes up for the magnitude that its rows have lost."""
+
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        rows, firsts, owners = [0], list[int](), list[int]()
+        bands: list[tuple[int, int]] = []
+        for i, (target, side) in enumerate(zip(problem.targets, _sides(problem), strict=True)):
+            matrix = target.axes.matrix(target.parameter)
+            assert matrix is not None
+            assert side is not None
+            firsts.append(len(bands))
+            bands += [(rows[-1] + first, side[0]) for first in range(0, matrix.shape[0], side[0])]
+            owners += [i] * matrix.shape[0]
+            rows.append(rows[-1] + matrix.shape[0])
+        places = list(zip(problem.segment_of, problem.first_position, strict=True))
+        tables = rows[:-1], bands, places, firsts
+        self._rows, self._bands, self._places, self.firsts = (
+            torch.tensor(x, dtype=torch.int64).to(device) for x in tables
+        )
+        self._owners = torch.tensor(owners, dtype=torch.int32).to(device)
+        self._found = torch.ones(len(owners), dtype=torch.float32, device=device)
+        self.scales = torch.ones(len(bands), dtype=torch.float32, device=device)
+
+    def launch(
+        self, thetas: Tensor, u: Tensor, grids: tuple[Tensor, ...], states: States, kinds: dict[str, Any]
+    ) -> None:
+        """Make up for the magnitude that is not kept."""
+        of_units.row_scales[(len(self._owners),)](
+            thetas, u, self._owners, self._rows, self._places, *grids, states.floats, states.ints, self._found,
+            BLOCK=LONGEST, num_warps=4, **kinds,
+        )  # fmt: skip
+        of_units.band_scales[(len(self.scales),)](self._found, self._bands, self.scales, ROWS=512, num_warps=4)
 
 
 def _sides(problem: Problem) -> list[tuple[int, int] | None]:

@@ -77,6 +77,14 @@ class Launcher:
             return list(map(Tensor.stride, grads)) == self._strides  # type: ignore[arg-type]  # C, for every step
         return all(g is None or g.stride() == stride for g, stride in zip(grads, self._strides, strict=True))
 
+    def readable(self, tensors: Grads) -> bool:
+        """Whether kernels can read such tensors: alike, of one kind, and with nothing to be learned through them."""
+        given = [x for x in tensors if x is not None]
+        kinds = {x.dtype for x in given}
+        return (
+            len(kinds) == 1 and kinds <= set(DTYPES) and not any(x.requires_grad for x in given) and self.alike(tensors)
+        )
+
     def laid_out(self, grads: Grads) -> Grads:
         """The same gradients, in the order of their parameters' memory."""
         if self.alike(grads):

@@ -27,9 +27,11 @@ class KernelMasks(TorchSolver):
         super().__init__(problem, flags, alias)
         self._mine = False  # whether the masks in use were chosen by the kernels, from θ
         self._by_learned: str | None = None  # or from these learned ranks
+        self._by_torch = False  # or by plain torch
         self._saved: tuple[Any, list[Dual] | None] | None = None  # a solution that was taken over, until the next one
         self._others: dict[str, TopK] = {}
         self._before: dict[str, tuple[Form, int, Any, Callable[[], None]]] = {}
+        self.starts = [here.start for here in problem.slices]  # of each target, in vectors of units
         self.prepare()
 
     def as_before(
@@ -94,7 +96,7 @@ class KernelMasks(TorchSolver):
         """The thresholds of the largest magnitudes, and with a β the soft masks: one launch for all segments."""
         seen = self.power == 1.0 or self.problem.pattern.single  # kernels of larger units know θ itself only
         self._mine, self._by_learned = ranks is None and learned is None and seen, None
-        self._saved = None
+        self._saved, self._by_torch = None, False
         if self._mine:
             self._solve_by(self.topk, self.competing(), k, beta, self.power)
         elif learned is not None and self.state.learned[learned].dtype == torch.float32:
@@ -103,6 +105,7 @@ class KernelMasks(TorchSolver):
         else:
             values = self.ranks(Form(learned=learned)) if ranks is None else ranks
             if values.dtype != torch.float32:
+                self._by_torch = True
                 super().solve(k, beta, values)
                 return
             topk = self.topk_of("ranks")
@@ -121,7 +124,7 @@ class KernelMasks(TorchSolver):
 
     def sinkhorn(self, k: Budgets, beta: Sequence[float], init: Any) -> None:
         """By plain torch."""
-        self._mine = False
+        self._mine, self._by_torch = False, True
         super().sinkhorn(k, beta, init)
 
     def top(self, k: Budgets, ranks: Tensor, among: Tensor | None = None, near: str | None = None) -> Tensor:
@@ -140,6 +143,10 @@ class KernelMasks(TorchSolver):
         """What searches; the arguments are those of `TopK`."""
         return TopK(*arguments, **settings)
 
+    def searches(self) -> bool:
+        """Whether kernels found the masks in use."""
+        return not self._by_torch
+
     def topk_of(self, name: str) -> TopK:
         """The top-k of other ranks than magnitudes; under its name one may begin where it was."""
         if name not in self._others:
@@ -155,6 +162,7 @@ class KernelMasks(TorchSolver):
         self._by_learned, self._saved = None, None if self.a is None else (solution["a"], duals)
         # A rescaled mask is a Sinkhorn iteration's, which kernels know nothing of.
         self._mine = self.a is not None and (duals is None or all(dual.scale == 1.0 for dual in duals))
+        self._by_torch = self.a is not None and not self._mine
         if self._mine:
             self.competing()
             self._go_on_with(self.topk, solution["a"], duals)

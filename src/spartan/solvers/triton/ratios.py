@@ -56,6 +56,8 @@ def ratios(grads, limits, sums, costs, floats, out, ROWS: tl.constexpr):
     if has_gradient(grads, limits + 6 * segment) != 0:
         a1, a2, f = pulls_of(limits + 6 * segment, None, sums, costs, ROWS)
         divide(a1, a2, f, floats + segment * FLOATS, out + 2 * segment)
+    else:  # what is learned there still asks
+        tl.store(out + 2 * segment + RATIO, 0.0)
 
 
 @triton.jit
@@ -78,3 +80,5 @@ def told_ratios(told, floats, out):
     if tl.load(mine + 3) > 0.0:
         a1, a2, f = tl.load(mine), tl.load(mine + 1), tl.load(mine + 2)
         divide(a1, a2, f, floats + segment * FLOATS, out + 2 * segment)
+    else:
+        tl.store(out + 2 * segment + RATIO, 0.0)

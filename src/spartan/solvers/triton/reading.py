@@ -19,12 +19,15 @@ LONGEST = 1024  # entries of a row that a program reads at a time
 
 
 class Reading(NamedTuple):
-    """Where kernels read A: the kind, and the tables of ranks, of stored masks, and of thresholds."""
+    """Where kernels read A: the kind, and the tables of ranks, of stored masks, and of thresholds.
+
+    Runs of m weights have no thresholds.
+    """
 
     kind: Any
     ranks: Tensor | None
     masks: Tensor | None
-    states: States
+    states: Any
 
 
 class FormReader(KernelVectors):
@@ -73,7 +76,7 @@ class FormReader(KernelVectors):
             if not mask.is_contiguous() or not (numbers or mask.dtype == torch.bool):
                 return None
             kind = weights.EVERYTHING if numbers else weights.STORED
-            return Reading(kind, None, self._to_masks.along(mask, self.topk.starts), states)
+            return Reading(kind, None, self._to_masks.along(mask, self.starts), states)
         if form.learned is not None:
             if not self.chosen_by(form.learned):
                 return None
@@ -99,7 +102,7 @@ class FormReader(KernelVectors):
 
     def stored_more(self, mask: Tensor) -> Tensor:
         """Where another mask of bools lies."""
-        return self._to_more.along(mask.contiguous(), self.topk.starts)
+        return self._to_more.along(mask.contiguous(), self.starts)
 
     @cached_property
     def row_scales(self) -> "RowScales | None":

@@ -100,10 +100,6 @@ class InShards(SharedVectors, KernelGradients):
         self._shards.cut(cuts, found)
         return found
 
-
-class ShardedSingles(InShards, TritonSolver):
-    """Single weights in shards."""
-
     def _shifted(self, name: str) -> Reading | None:
         """None: what shifts ranks learns from the weights of all processes, by plain torch."""
         return None
@@ -115,6 +111,10 @@ class ShardedSingles(InShards, TritonSolver):
         self.problem.ranks.largest(self._taus)
         self.kernels.write(key, launch)
 
+
+class ShardedSingles(InShards, TritonSolver):
+    """Single weights in shards."""
+
     @cached_property
     def row_scales(self) -> RowScales | None:
         """The rows of all targets; None where shards cut one's."""
@@ -125,6 +125,14 @@ class ShardedSingles(InShards, TritonSolver):
 class ShardedBlocks(InShards, BlockSolver):
     """Blocks, rows and columns in shards, which cut none."""
 
+    @property
+    def row_scales(self) -> None:  # type: ignore[override]
+        """None: what rows have lost, plain torch adds up."""
+
 
 class ShardedRuns(SharedVectors, RowSolver):
     """N of every M weights in shards, which cut no run: every process solves its own."""
+
+    @property
+    def row_scales(self) -> None:
+        """None: what outputs have lost, plain torch adds up."""

@@ -1,6 +1,6 @@
 """Answers problems of single weights by Triton kernels: all segments in the same launches, nothing waits for the device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.solvers.base import FINE, Grads
-from spartan.solvers.forms import KEPT, VJP, Form, Mask, Shifted, Shrunk, Stored
+from spartan.solvers.forms import Form, Mask, Shifted, Shrunk, Stored
 from spartan.solvers.triton import powers, weights
 from spartan.solvers.triton.reading import Reading
 from spartan.solvers.triton.state import CUT
 from spartan.solvers.triton.tables import Addresses
-from spartan.solvers.triton.turning import KernelGradients, Launch
+from spartan.solvers.triton.turning import KernelGradients, Launch, plain
 
 
 class TritonSolver(KernelGradients):
@@ -26,11 +26,6 @@ class TritonSolver(KernelGradients):
     def why_not(cls, problem: Problem, kernels: str) -> str:
         """Single weights."""
         return "" if problem.pattern.single else f"no kernels for {problem.pattern!r}"
-
-    def prepare(self) -> None:
-        """Tables of what competes, and room for what is below each piece's threshold."""
-        super().prepare()
-        self._found = torch.zeros(self.ranked.count, dtype=torch.float32, device=self.device)
 
     def put(self, which: Sequence[int]) -> None:
         """θ into the parameters of these targets."""
@@ -77,18 +72,10 @@ class TritonSolver(KernelGradients):
 
     def project(self, form: Form) -> None:
         """w = [kept] ⊙ mask ⊙ ψ into the parameters."""
-        x, p, reading = self.kernels, self.ranked, self.reading(form)
+        x, p, reading, mask = self.kernels, self.ranked, self.reading(form), self.kinds_of(form)
         assert reading is not None
-        masks = {Mask.ONE: weights.ONE, Mask.SOFT: weights.SOFT}
-        shrunk = form.mask if isinstance(form.mask, Shrunk) else None
-        mask = weights.SHRUNK if shrunk else masks.get(form.mask, weights.ONE)  # type: ignore[arg-type]
-        if isinstance(form.mask, Shifted):
-            mask = weights.SHIFTED
-        if isinstance(form.mask, Stored) and reading.kind is weights.EVERYTHING:
-            mask = weights.NUMBERS
-        rows = self.row_scales if shrunk is not None and shrunk.row_scale else None
-        kept = reading.kind if form.project else weights.EVERYTHING
-        kinds = {"KEPT": kept, "MASK": mask, "P": shrunk.p if shrunk else 1.0, "POWER": self.power, "DTYPE": x.dtype}
+        rows = self.row_scales if isinstance(form.mask, Shrunk) and form.mask.row_scale else None
+        kinds = {**mask, "POWER": self.power, "DTYPE": x.dtype}
         scales = (None, None) if rows is None else (rows.scales, rows.table)
         thetas, states = x.to_thetas.of(self._theta.views), reading.states
         tables = x.to_parameters.of(x.parameters), thetas, reading.ranks, reading.masks, self._taus, *scales
@@ -99,10 +86,9 @@ class TritonSolver(KernelGradients):
                 rows.launch(thetas, states, x.dtype, self.power)
             x.run(weights.project, *tables, *rest, pieces=p, **kinds)
 
-        names = *(k.value if hasattr(k, "value") else k for k in kinds.values()), rows is not None
-        key = "project", form.learned, *names
-        if mask in (weights.SHRUNK, weights.SHIFTED):
-            self.write_below(form, key, lambda: self._launch_below(thetas, reading), launch)
+        key = "project", form.learned, *plain(kinds), rows is not None
+        if mask["MASK"] in (weights.SHRUNK, weights.SHIFTED):
+            self.write_below(form, key, lambda: self.launch_below(thetas, reading), launch)
         else:
             x.write(key, launch)
             self.launched("write", form, x.to_parameters, key, launch)
@@ -117,7 +103,19 @@ class TritonSolver(KernelGradients):
         self.kernels.write(key, launch_both)
         self.launched("write", form, self.kernels.to_parameters, key, launch_both)
 
-    def _launch_below(self, thetas: Tensor, reading: Reading) -> None:
+    def kinds_of(self, form: Form) -> dict[str, Any]:
+        """What is kept and what the mask is, in the kernels' words."""
+        reading, shrunk = self.reading(form), form.mask if isinstance(form.mask, Shrunk) else None
+        assert reading is not None
+        mask = weights.SOFT if form.mask is Mask.SOFT else weights.SHRUNK if shrunk else weights.ONE
+        if isinstance(form.mask, Shifted):
+            mask = weights.SHIFTED
+        if isinstance(form.mask, Stored) and reading.kind is weights.EVERYTHING:
+            mask = weights.NUMBERS
+        kept = reading.kind if form.project else weights.EVERYTHING
+        return {"KEPT": kept, "MASK": mask, "P": shrunk.p if shrunk else 1.0}
+
+    def launch_below(self, thetas: Tensor, reading: Reading) -> None:
         """τ of every segment."""
         x, p, states = self.kernels, self.ranked, reading.states
         tables = thetas, reading.ranks, p.table, p.segments, p.factors, states.floats, states.ints, self._found
@@ -128,29 +126,14 @@ class TritonSolver(KernelGradients):
 
     def restart(self, where: Tensor, growing: bool = False) -> None:
         """θ ← 0 at these units; with `growing` only at the entries that the pattern starts from zero."""
-        if growing or not self.problem.pattern.single:
+        if growing and any(self.problem.growing(i) is not None for i in range(len(self.problem.targets))):
             super().restart(where, growing)
             return
-        x = self.kernels
-        tables = x.to_thetas.of(self._theta.views), self.stored_more(where), x.pieces.table
-        x.replay("restart", lambda: x.run(weights.restart, *tables, DTYPE=x.dtype))
+        self.kernels.replay("restart", self.launch_restart(self.stored_more(where)))
         torch.autograd.graph.increment_version(self._theta.views)
 
-
-class ByMagnitude(TritonSolver):
-    """What kernels of units of several weights know: masks by magnitude, of 1 or soft, and gradients through these."""
-
-    def _known(self, form: Form) -> bool:
-        return self._mine and self.power == 1.0 and form.by_magnitude and isinstance(form.mask, Mask)
-
-    def serves(self, form: Form) -> bool:
-        """Whether kernels write what the form says."""
-        return self._known(form) and form.project
-
-    def turns(self, form: Form) -> bool:
-        """Whether kernels turn gradients as the form says."""
-        return self._known(form) and (form.back is VJP.THROUGH or form.back == KEPT or form.back.everywhere)
-
-    def reading(self, form: Form) -> Reading | None:
-        """None: units of several weights are read in other ways."""
-        return None
+    def launch_restart(self, masks: Tensor) -> Callable[[], None]:
+        """What launches `restart`."""
+        x = self.kernels
+        tables = x.to_thetas.of(self._theta.views), masks, x.pieces.table
+        return lambda: x.run(weights.restart, *tables, DTYPE=x.dtype)

@@ -18,6 +18,7 @@ GRAIN = 1 << 10
 # With shares, a program goes from piece to piece by itself, and to begin one takes as long as reading thousands of
 # entries.
 LONG = 1 << 18
+FEW = 4  # numbers that are sent one by one
 
 
 class Pieces:
@@ -201,15 +202,20 @@ class Numbers:
     """A few numbers for each segment, on the device; sent again only when they changed."""
 
     def __init__(self, segments: int, device: torch.device, each: int = 3) -> None:
-        self._there = torch.zeros(segments * each, dtype=torch.float32, device=device)
-        self._told: list[float] = []
+        self.there = torch.zeros(segments * each, dtype=torch.float32, device=device)
+        self._told = [0.0] * (segments * each)
 
     def of(self, numbers: list[float]) -> Tensor:
         """Where they lie: always in the same place."""
-        if numbers != self._told:
+        changed = [i for i, (now, told) in enumerate(zip(numbers, self._told, strict=True)) if now != told]
+        cuda = self.there.device.type == "cuda"
+        if len(changed) <= FEW or (cuda and torch.cuda.is_current_stream_capturing()):
+            for i in changed:
+                self.there[i].fill_(numbers[i])  # a number is an argument of the launch
+        else:
             table = torch.tensor(numbers, dtype=torch.float32)
-            if self._there.device.type == "cuda":
+            if cuda:
                 table = table.pin_memory()  # from there the copy is queued, and the host goes on
-            self._there.copy_(table, non_blocking=True)
-            self._told = numbers
-        return self._there
+            self.there.copy_(table, non_blocking=True)
+        self._told = numbers
+        return self.there

@@ -1,6 +1,6 @@
 """Turns gradients of single weights as forms say, by kernels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags, Grads
 from spartan.solvers.forms import KEPT, VJP, Form, Mask, PerSegment, Shifted, Stored, Where
 from spartan.solvers.triton import gradient, powers, ratios, weights
-from spartan.solvers.triton.reading import FormReader
+from spartan.solvers.triton.reading import FormReader, Reading
 from spartan.solvers.triton.tables import Addresses, Numbers
 
 Launch = Callable[[], None]
@@ -25,11 +25,17 @@ class KernelGradients(FormReader):
         self._b_there = torch.empty(0), torch.empty(0)  # the thresholds of B, where kernels read them
 
     def prepare(self) -> None:
-        """Tables of what competes, and of the factors that forms give."""
+        """Tables of what competes, and what gradients need."""
         super().prepare()
+        self.prepare_gradients()
+
+    def prepare_gradients(self) -> None:
+        """Room for the factors that forms give, and for thresholds."""
         n = len(self.problem.segments)
         self._factors_there, self._decay_there = (Numbers(n, self.device) for _ in range(2))
-        self._taus = torch.zeros(n, dtype=torch.float64, device=self.device)  # what masks are shrunk by
+        # What masks are shrunk by, and what of each piece is just below its threshold.
+        self._taus = torch.zeros(n, dtype=torch.float64, device=self.device)
+        self._found = torch.zeros(self.ranked.count, dtype=torch.float32, device=self.device)
         stretches = [(0, 0)] * len(self.problem.targets)  # from where to where the pieces of each target are
         for piece, i in enumerate(self.ranked.tensors):
             stretches[i] = stretches[i][0] if stretches[i][1] else piece, piece + 1
@@ -48,7 +54,7 @@ class KernelGradients(FormReader):
         if not self.turns(form):
             return super().turn(form, turned)
         if isinstance(form.mask, Shifted):
-            self._through_shift(form.mask.name, form, turned)
+            self.through_shift(form.mask.name, form, turned)
         elif form.back is VJP.THROUGH:
             self.through_mask(form, turned)
         else:
@@ -104,27 +110,32 @@ class KernelGradients(FormReader):
         """Positions in segments as those that kernels know: all units are here."""
         return cuts
 
-    def _through_shift(self, name: str, form: Form, grads: Grads) -> None:
+    def through_shift(self, name: str, form: Form, grads: Grads) -> None:
         """g where kept, in place; and the sum over each target for what shifts its ranks."""
-        x, p, reading, parameter = self.kernels, self.ranked, self.reading(form), self.state.learned_per_target[name]
+        x, p, reading = self.kernels, self.ranked, self.reading(form)
         assert reading is not None
-        add = parameter.grad is not None
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
         states, kinds = reading.states, self._kinds(grads)
         tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), reading.ranks, self._taus, p.table, p.segments
         x.run(gradient.pull_on_shift, *tables, p.factors, states.floats, states.ints, self._sums, pieces=p, **kinds)
+        self.learn_shift(name)
+        self._where_or_decay(form, KEPT, grads, self._factors_there, None, False)
+
+    def learn_shift(self, name: str) -> None:
+        """The gradient of what shifts the ranks of each target, from the sums of its pieces."""
+        parameter = self.state.learned_per_target[name]
+        add = parameter.grad is not None
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
         gradient.learn_shift[(len(parameter),)](
             self._sums, self._stretches, parameter.detach(), parameter.grad, ADD=add, ROWS=512, num_warps=4
         )
-        self._where_or_decay(form, KEPT, grads, self._factors_there, None, False)
 
     def where(self, form: Form, grads: Grads) -> None:
         """Factors on A, on B∖A and on the rest, in place."""
         x, reading = self.kernels, self.reading(form)
         assert reading is not None
         assert isinstance(form.back, Where)
-        if reading.kind is weights.STORED and form.back == KEPT:
+        if reading.kind is weights.STORED and form.back == KEPT and self.problem.pattern.single:
             kind, tables = x.kinds(grads)["GRAD"], (x.to_grads.of(grads), reading.masks, x.pieces.table)
             x.replay(("where stored", kind), lambda: x.run(gradient.where_stored, *tables, GRAD=kind))
             self._times_slope(grads)
@@ -149,31 +160,36 @@ class KernelGradients(FormReader):
     def _where_or_decay(
         self, form: Form, by: Where, grads: Grads, there: Numbers, scale: Tensor | None, decay: bool
     ) -> None:
-        x, p, reading = self.kernels, self.ranked, self.reading(form)
+        reading, more, more_masks = self.reading(form), weights.EVERYTHING, None
         assert reading is not None
-        more, more_masks = weights.EVERYTHING, None
         if by.b != by.c and form.more is not None:
             more, more_masks = weights.STORED, self.stored_more(self.state.per_unit[form.more])
         elif by.b != by.c and self.b is not None:
             more = weights.ABOVE
-            if len(self._b_there[0]) != len(self.b.value):
-                self._b_there = torch.empty_like(self.b.value), torch.empty_like(self.b.cut)
-            self._b_there[0].copy_(self.b.value)
-            self._b_there[1].copy_(self.cuts_here(self.b.cut))
+            self.place_b()
         numbers = there.of([each(n, s) for s in range(len(self.problem.segments)) for n in (by.a, by.b, by.c)])
         kinds = {"KEPT": reading.kind, "MORE": more, "DECAY": decay, **self._kinds(grads)}
-        sources = x.to_thetas.of(self._theta.views), reading.ranks, reading.masks, more_masks, numbers, scale
-        tables = x.to_grads.of(grads), *sources, p.table, p.segments, p.factors
-        states = reading.states.floats, reading.states.ints, *self._b_there
-
-        def launch() -> None:
-            x.run(gradient.where, *tables, *states, pieces=p, **kinds)
-
-        names = (k.value if hasattr(k, "value") else k for k in kinds.values())
+        launch = self.launch_where(grads, reading, (more_masks, numbers, scale), kinds)
         if scale is None:
-            x.replay(("where", form.learned, *names), launch)
+            self.kernels.replay(("where", form.learned, *plain(kinds)), launch)
         else:  # its address may change
             launch()
+
+    def place_b(self) -> None:
+        """Put the thresholds of B where kernels read them."""
+        if len(self._b_there[0]) != len(self.b.value):
+            self._b_there = torch.empty_like(self.b.value), torch.empty_like(self.b.cut)
+        self._b_there[0].copy_(self.b.value)
+        self._b_there[1].copy_(self.cuts_here(self.b.cut))
+
+    def launch_where(
+        self, grads: Grads, reading: Reading, rest: tuple[Tensor | None, ...], kinds: dict[str, Any]
+    ) -> Callable[[], None]:
+        """What launches `where`; `rest` is where B is stored, the factors, and the scale of what decays."""
+        x, p, states = self.kernels, self.ranked, reading.states
+        sources = x.to_thetas.of(self._theta.views), reading.ranks, reading.masks, *rest
+        tables = x.to_grads.of(grads), *sources, p.table, p.segments, p.factors, states.floats, states.ints
+        return lambda: x.run(gradient.where, *tables, *self._b_there, pieces=p, **kinds)
 
     def teach(self, form: Form, grads: Grads) -> None:
         """The gradient of learned ranks, into their `.grad`: g·θ, where masks are stored."""
@@ -193,7 +209,7 @@ class KernelGradients(FormReader):
         add = parameter.grad is not None
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
-        return self._to_learned.along(parameter.grad, self.topk.starts), add
+        return self._to_learned.along(parameter.grad, self.starts), add
 
     def _kinds(self, grads: Grads) -> dict[str, Any]:
         """The power of θ that methods see, and the types of gradients and θ."""
@@ -203,3 +219,8 @@ class KernelGradients(FormReader):
 def each(number: PerSegment, segment: int) -> float:
     """A number of one segment."""
     return number[segment] if isinstance(number, tuple) else number
+
+
+def plain(kinds: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Kinds of launches as what tells them apart."""
+    return tuple(getattr(kind, "value", kind) for kind in kinds.values())

@@ -1,4 +1,4 @@
-"""Sums up what blocks, rows and columns are worth, and puts their masks at all their places: all targets in one launch.
+"""Sums up what blocks, rows and columns are worth, and turns gradients through their soft masks: all targets in one launch.
 
 A target is a matrix without gaps in its memory. A program takes a few units that follow one another, as a tile of U
 units by W of their columns, and goes down their rows; what belongs to a unit is read once for all its entries. `shapes`
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from spartan.solvers.triton.gradient import RATIO
-from spartan.solvers.triton.state import BETA, CUT, FLOATS, INTS, VALUE, row_of, segment_of
+from spartan.solvers.triton.state import BETA, FLOATS, row_of, segment_of
 from spartan.solvers.triton.weights import line_of, mask_of
 
 
@@ -83,41 +83,6 @@ def sum_units(
                 at = top + r * step
                 found += tl.abs(tl.load(theta_at + at, mask=inside, other=0.0).to(tl.float32))
         tl.store(units + base + unit, tl.sum(found, 1) * factor, mask=there)
-
-
-@triton.jit
-def project(
-    parameters, thetas, table, segments, bases, shapes, columns, units, all_floats, all_ints,
-    SOFT: tl.constexpr, DTYPE: tl.constexpr, INLINE: tl.constexpr, GRAIN: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """w = [kept] ⊙ θ, with SOFT [kept] ⊙ m ⊙ θ, into the parameters; exactly +0.0 where not kept."""
-    piece = tl.program_id(0)
-    which, start, length, position = row_of(table, piece)
-    base = tl.load(bases + which) + start
-    segment = segment_of(segments, piece)
-    floats = all_floats + segment * FLOATS
-    theta_at = at_address(tl.load(thetas + which), DTYPE, GRAIN)
-    parameter_at = at_address(tl.load(parameters + which), DTYPE, GRAIN)
-    shape = shapes + 5 * which
-    h, w, step = sides_of(shape, GRAIN)
-    value = tl.load(floats + VALUE).to(tl.float32)
-    cut = tl.load(all_ints + segment * INTS + CUT) - position
-    slope, center, shift = line_of(floats)
-    for i in range(0, length, U):
-        unit = i + tl.arange(0, U)
-        there = unit < length
-        corner, first = corner_of(start + unit, shape, h, w, step)
-        u = tl.load(units + base + unit, mask=there, other=0.0)
-        kept = ((u > value) | ((u == value) & (unit < cut)))[:, None]
-        m = mask_of(u, slope, center, shift).to(DTYPE).to(tl.float32)[:, None]
-        for j in range(0, w, W):
-            top, inside = tile_of(corner, first, there, j, w, shape, columns, INLINE, W)
-            for r in range(0, h):
-                at = top + r * step
-                x = tl.load(theta_at + at, mask=inside & kept, other=0.0).to(tl.float32)
-                if SOFT:
-                    x = x * m
-                tl.store(parameter_at + at, tl.where(kept, x, 0.0).to(DTYPE), mask=inside)
 
 
 @triton.jit
@@ -202,34 +167,3 @@ def through_mask(
                     g = tl.load(grad_at + at, mask=inside, other=0.0).to(tl.float32)
                     sign = tl.where(theta > 0.0, 1.0, tl.where(theta < 0.0, -1.0, 0.0))
                     tl.store(grad_at + at, (mask * g + sign * moved).to(GRAD), mask=inside)
-
-
-@triton.jit
-def where_kept(
-    grads, table, segments, bases, shapes, columns, units, floats, ints,
-    GRAD: tl.constexpr, INLINE: tl.constexpr, GRAIN: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """∂L/∂θ = [kept] ⊙ g: zeros are written, the rest is left alone."""
-    piece = tl.program_id(0)
-    which, start, length, position = row_of(table, piece)
-    grad = tl.load(grads + which)
-    if grad != 0:
-        base = tl.load(bases + which) + start
-        segment = segment_of(segments, piece)
-        grad_at = at_address(grad, GRAD, GRAIN)
-        shape = shapes + 5 * which
-        h, w, step = sides_of(shape, GRAIN)
-        value = tl.load(floats + segment * FLOATS + VALUE).to(tl.float32)
-        cut = tl.load(ints + segment * INTS + CUT) - position
-        nothing = tl.zeros((U, W), GRAD)
-        for i in range(0, length, U):
-            unit = i + tl.arange(0, U)
-            there = unit < length
-            corner, first = corner_of(start + unit, shape, h, w, step)
-            u = tl.load(units + base + unit, mask=there, other=0.0)
-            gone = there & (((u > value) | ((u == value) & (unit < cut))) == 0)
-            for j in range(0, w, W):
-                top, inside = tile_of(corner, first, gone, j, w, shape, columns, INLINE, W)
-                for r in range(0, h):
-                    at = top + r * step
-                    tl.store(grad_at + at, nothing, mask=inside)
