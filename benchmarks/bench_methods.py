@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_step import as_in_the_middle
 from torch import nn
 
 import spartan
@@ -93,6 +94,7 @@ def one(
     run = sparsifier._run
     middle = (run.at.warmup_steps + run.at.freeze_step) // 2
     run.at = replace(run.at, step=max(0, min(middle, run.at.freeze_step - 4 * steps)))
+    as_in_the_middle(sparsifier)
     run.solve()
     run.write()
 

@@ -48,6 +48,7 @@ from torch.multiprocessing.spawn import spawn
 from spartan import Block, Sparsifier, Spartan, constant, linear, prune
 from spartan.methods.base import Method
 from spartan.methods.registry import as_method
+from spartan.methods.scored import ScoredMasks
 from spartan.zoo import WideResNet, torchvision
 
 HERE = Path(__file__).parent
@@ -162,7 +163,9 @@ class Run:
         elif args.model != "vit_b_16" and args.device == "cuda":
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.model, self.autocast = model, args.dtype == "bf16" and not args.fsdp2
-        kinds: dict[str, Any] = {"fused": True} if args.device == "cuda" else {}
+        # torch has no fused SGD for weights in shards.
+        fused = args.device == "cuda" and (args.model == "vit_b_16" or not args.fsdp2)
+        kinds: dict[str, Any] = {"fused": True} if fused else {}
         if args.model == "vit_b_16":
             self.optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.05, **kinds)
         else:
@@ -189,6 +192,7 @@ class Run:
                 kernels=args.kernels,
             ).attach(self.optimizer)
             self.sparsifier._run.gradients.paused = True  # the step turns them then, in its own time
+            as_in_the_middle(self.sparsifier)
         self.times: list[float] = []
         self.inside: list[float] = []  # of which in optimizer.step(), where the sparse work is
         self.events: list[tuple[Any, Any]] = []
@@ -243,6 +247,13 @@ class Run:
     def inside_ms(self) -> float:
         """Of these, milliseconds in `optimizer.step()`."""
         return statistics.median(self.inside) if self.device.type == "cuda" else min(self.inside)
+
+
+def as_in_the_middle(sparsifier: Sparsifier) -> None:
+    """Scores that are learned start at zero, all equal; in the middle of a run no two are."""
+    if isinstance(sparsifier.method, ScoredMasks):
+        for solver in sparsifier._run.weights.solving:
+            sparsifier.method.score(solver).normal_(std=1e-3)
 
 
 def allocated(device: torch.device) -> int:

@@ -31,7 +31,7 @@ def trained(sharded: bool, pattern: Any) -> tuple[nn.Module, Sparsifier, torch.o
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    sparsifier = Sparsifier(model, 0.9, 40, "spartan", pattern=pattern, warmup=0.0, finetune=0.5).attach(optimizer)
+    sparsifier = Sparsifier(model, 0.9, 100, "spartan", pattern=pattern, warmup=0.0, finetune=0.2).attach(optimizer)
     return model, sparsifier, optimizer
 
 

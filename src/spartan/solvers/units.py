@@ -110,7 +110,9 @@ class Units:
         kind = torch.int64 if all(isinstance(x, int) for x in numbers) else torch.float64
         key = kind, *numbers  # 1 and 1.0 are equal
         if key not in self._constants:
-            self._constants[key] = torch.tensor(numbers, dtype=kind).to(self.device)
+            here = torch.tensor(numbers, dtype=kind)
+            here = here.pin_memory() if self.device.type == "cuda" else here  # from there the host need not wait
+            self._constants[key] = here.to(self.device, non_blocking=True)
         return self._constants[key]
 
     def at_units(self, per_segment: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ class Addresses:
 
     def __init__(self, device: torch.device, fixed: bool = False, replay: Replay | None = None) -> None:
         self.device, self.fixed, self._replay = device, fixed, replay
-        self._list: Sequence[Tensor | None] | None = None  # the last one, where tensors never move
+        self._list: Sequence[Tensor | None] | None = None  # the last one, where it is to live as long as the table
         self._last: list[int] = []
         self._sent: dict[tuple[int, ...], Tensor] = {}  # on the host, ready to be copied once more
         # It stays where it is: graphs replay its address.
@@ -166,6 +166,8 @@ class Addresses:
 
     def along(self, vector: Tensor, starts: Sequence[int]) -> Tensor:
         """The table of the parts of a vector, where it lies in one piece."""
+        if self._replay is None:
+            self._list = (vector,)  # who made it may let it go before all that reads it here has run
         first, size = vector.data_ptr(), vector.element_size()
         return self._at([first + size * start for start in starts], (vector,))
 
