@@ -40,20 +40,36 @@ class Masks(Units):
         return Pools(self) if self.problem.pattern.rows is None else Rows(self)
 
     def solve(
-        self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None, learned: str | None = None
+        self,
+        k: Budgets,
+        beta: Sequence[float] | None = None,
+        ranks: Tensor | None = None,
+        learned: str | None = None,
+        shifted: str | None = None,
     ) -> None:
         """Choose what is kept, A, for these budgets, and with a β the soft mask.
 
-        By magnitude, by ranks of one's own, or by those that are learned under this name.
+        By magnitude, by ranks of one's own, by those that are learned under this name, or by magnitudes that are
+        shifted by what is learned per target under this name.
         """
         if learned is not None:
             ranks = self.state.learned[learned].detach()
+        elif shifted is not None:
+            ranks = self.shifted(shifted, self.scores())
         ranks = self.scores() if ranks is None else ranks
         self.dual = None
         if beta is None:
             self.a = self.pools.select(ranks, k)
         else:
             self.a, self.dual = self.pools.solve(ranks, k, beta)
+
+    def solve_more(self, k: Budgets) -> None:
+        """Choose what is trained beside A, B, for these budgets, by magnitude."""
+        self.b = self.select(k, self.scores())
+
+    def shifted(self, name: str, u: Tensor) -> Tensor:
+        """z = u − sigmoid(s) of every unit, s learned per target under this name; differentiable."""
+        return u - self.of_targets(torch.sigmoid(self.state.learned_per_target[name]))
 
     def sinkhorn(self, k: Budgets, beta: Sequence[float], init: Sequence[Init]) -> None:
         """The same by the paper's iteration."""

@@ -89,9 +89,16 @@ class KernelMasks(TorchSolver):
         return self._theta.views
 
     def solve(
-        self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None, learned: str | None = None
+        self,
+        k: Budgets,
+        beta: Sequence[float] | None = None,
+        ranks: Tensor | None = None,
+        learned: str | None = None,
+        shifted: str | None = None,
     ) -> None:
         """The thresholds of the largest magnitudes, and with a β the soft masks: one launch for all segments."""
+        if shifted is not None:
+            ranks = self.shifted(shifted, self.scores())
         seen = self.power == 1.0 or self.problem.pattern.single  # kernels of larger units know θ itself only
         self._mine, self._by_learned = ranks is None and learned is None and seen, None
         self._saved = None

@@ -52,13 +52,18 @@ class RowSolver(ByMagnitude):
         self._told = [0.0, 0.0]
 
     def solve(
-        self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None, learned: str | None = None
+        self,
+        k: Budgets,
+        beta: Sequence[float] | None = None,
+        ranks: Tensor | None = None,
+        learned: str | None = None,
+        shifted: str | None = None,
     ) -> None:
         """How many of every run are kept, and with a β their soft masks; θ is read when they are used."""
-        by_magnitude = ranks is None and learned is None and self.power == 1.0
+        by_magnitude = ranks is None and learned is None and shifted is None and self.power == 1.0
         self._mine = by_magnitude and (beta is None or len(set(beta)) == 1)
         if not self._mine:
-            TorchSolver.solve(self, k, beta, ranks, learned)
+            TorchSolver.solve(self, k, beta, ranks, learned, shifted)
             return
         self.a = self.pools.select(torch.empty(0), k)
         self.dual = None if beta is None else self.pools.duals(beta, self.a.n)
