@@ -12,6 +12,7 @@ On a CPU a whole step is dear and what methods add is small: there the dense ste
 and of the methods only `optimizer.step()`, with the gradients of one backward, which are left for the step to turn. From it
 goes the dense optimizer's step. Others may be using the machine, so the least of several steps counts; steps that rewire
 masks count by their share. "learned" is what the optimizer's update of a method's own parameters takes, which is in it.
+Two threads wait for each other where others keep a core busy; `--one-thread` then counts the processor time of one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import torch
 from torch import nn
 
 import spartan
+from spartan import Spartan, TopKAST
 from spartan.app.train.config import load_recipe
 from spartan.following import release
 from spartan.methods.stored import Rewiring
@@ -48,11 +50,16 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", choices=("wrn22", "resnet50"), default="wrn22")
     parser.add_argument("--in-step", action="store_true", help="time optimizer.step() alone")
+    parser.add_argument("--one-thread", action="store_true", help="with --in-step: processor time of one thread")
     args = parser.parse_args()
+    if args.one_thread:
+        torch.set_num_threads(1)
     torch.backends.cudnn.benchmark = True
     # "fixed" makes no zeros, and the model has none.
     names = args.methods.split(",") if args.methods else [e.name for e in spartan.methods() if e.name != "fixed"]
     names = ["dense", *(n for n in names if n != "dense")]
+    if args.in_step and not args.methods:
+        names += VARIANTS
     rows = in_step(args, names[1:]) if args.in_step else whole_steps(args, names)
     if args.csv:
         fresh = not args.csv.exists()
@@ -161,12 +168,9 @@ def in_step(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
     optimizer, whole, inside = sgd(model), [], []
     for _ in range(args.rounds):
         optimizer.zero_grad()
-        begun = time.perf_counter()
-        nn.functional.cross_entropy(model(x), y).backward()
-        middle = time.perf_counter()
-        optimizer.step()
-        whole.append(1e3 * (time.perf_counter() - begun))
-        inside.append(1e3 * (time.perf_counter() - middle))
+        passes = clocked(lambda: nn.functional.cross_entropy(model(x), y).backward())
+        inside.append(clocked(optimizer.step))
+        whole.append(passes + inside[-1])
     grads, start = gradients(model), {k: v.clone() for k, v in model.state_dict().items()}
     for _ in range(8):
         inside += timed(model, optimizer, grads)
@@ -180,7 +184,7 @@ def in_step(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
         print(f"{name:16} {added:9.1f} {100 * added / dense:8.2f} {learned:8.1f} {rewiring:9.2f}", flush=True)
         rows.append(
             {
-                **facts(device), "model": args.model, "method": name, "sparsity": args.sparsity, "batch": args.batch,
+                **facts(device), "threads": torch.get_num_threads(), "model": args.model, "method": name, "sparsity": args.sparsity, "batch": args.batch,
                 "dense_ms": round(dense, 1), "update_ms": round(update, 2), "added_ms": round(added, 2),
                 "percent": round(100 * added / dense, 3), "learned_ms": round(learned, 2), "rewiring_ms": round(rewiring, 2),
             }
@@ -188,14 +192,26 @@ def in_step(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
+# Settings that do other work than the defaults.
+VARIANTS: dict[str, Any] = {
+    "topkast-b": TopKAST(backward_sparsity=0.8, exploration=1e-4),
+    "spartan-soft": Spartan(project=False),
+}
+
+
 def in_step_of(name: str, model: nn.Module, grads: Any, args: argparse.Namespace) -> tuple[float, float, float]:
     """Milliseconds of `optimizer.step()`; more of them where masks are rewired, by step; those of learned parameters."""
     optimizer, total = sgd(model), 10_000
-    sparsifier = spartan.Sparsifier(model, args.sparsity, total, name, count="model").attach(optimizer)
+    sparsifier = spartan.Sparsifier(model, args.sparsity, total, VARIANTS.get(name, name), count="model")
+    sparsifier.attach(optimizer)
     run = sparsifier._run
     run.gradients.paused = True  # the step turns them then, in its own time
     middle = min(run.at.freeze_step, total) // 200 * 100
     run.at = replace(run.at, step=middle + 10)
+    for part in run.weights.solving:  # scores that start from zero have moved by then
+        for x in (*part.state.learned.values(), part.state.per_unit.get("S")):
+            if x is not None and not x.any():
+                x.data.normal_()
     run.solve()
     run.write()
     plain = [timed(model, optimizer, grads)[0] for _ in range(4 + args.steps)][2:]
@@ -237,9 +253,11 @@ def timed(model: nn.Module, optimizer: Any, grads: Any) -> list[float]:
 
 
 def clocked(work: Any) -> float:
-    begun = time.perf_counter()
+    """Milliseconds of some work."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    begun = clock()
     work()
-    return 1e3 * (time.perf_counter() - begun)
+    return 1e3 * (clock() - begun)
 
 
 if __name__ == "__main__":

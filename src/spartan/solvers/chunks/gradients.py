@@ -138,7 +138,7 @@ class ChunkGradients(ChunkMasks):
         """a₁/a₂ of every segment: how far its budget pulls a unit back; 0 where the mask is flat."""
         problem, soft, read = self.problem, self.soft_masks(), self.reader_for(form)
         a1, a2 = [0.0] * len(problem.targets), [0.0] * len(problem.segments)
-        flat = [None if g is None else problem.targets[i].flatten(g.detach()) for i, g in enumerate(grads)]
+        flat = self._flat(grads)
         for piece in self._pieces:
             m = soft(piece, read(piece), piece.room[0])
             slope = float(torch.dot(m, torch.sub(1.0, m, out=piece.room[1])))
@@ -181,7 +181,7 @@ class ChunkGradients(ChunkMasks):
         whole = torch.empty_like(parameter.detach()) if parameter.grad is None else parameter.grad
         soft = self.soft_masks() if form.mask is Mask.SOFT else None
         ratios, read = self._ratios(form, grads) if soft else [], self.reader_for(form)
-        flat = [None if g is None else self.problem.targets[i].flatten(g.detach()) for i, g in enumerate(grads)]
+        flat = self._flat(grads)
         for piece in self._pieces:
             g, out = flat[piece.i], whole[piece.units] if fresh else piece.room[2]
             out = out.zero_() if g is None else torch.mul(g[piece.here], value_of(piece, self.power), out=out)

@@ -45,11 +45,15 @@ class ChunkMasks(TorchSolver):
 
     def beside(self, tensors: Sequence[Tensor | None]) -> Iterator[tuple[Piece, Tensor]]:
         """Each piece and that of other tensors, where there are any and they lie as the weights do."""
-        flat = [None if x is None else self.problem.targets[i].flatten(x.detach()) for i, x in enumerate(tensors)]
+        flat = self._flat(tensors)
         for piece in self._pieces:
             other = flat[piece.i]
             if other is not None:
                 yield piece, other[piece.here]
+
+    def _flat(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Tensors that lie as the weights do, flat."""
+        return [None if x is None else self.problem.targets[i].flatten(x.detach()) for i, x in enumerate(tensors)]
 
     def known(self, what: str) -> list[Known]:
         """What is known of the last search for this."""

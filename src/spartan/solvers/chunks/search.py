@@ -15,6 +15,7 @@ from spartan.solvers.chunks.pieces import Piece, Reader, soft_mask
 
 PASSES = 12
 WINDOW = 4e-3  # of the threshold, up and down: where it is looked for, at first
+FEW = 1 << 21  # with more numbers in a window a search from nothing is faster
 ROW = 64  # so many weights are passed over at once where none is near the threshold
 
 
@@ -24,14 +25,14 @@ class Known:
 
     threshold: Threshold | None = None
     dual: Dual | None = None
-    window: float = WINDOW
+    width: float | None = None  # how far from the threshold it is looked for
 
     def follow(self, new: Threshold, dual: Dual | None) -> None:
         """Look next where it moves to; the answer does not depend on this."""
         old = self.threshold
-        if old is not None and new.value:
-            moved = abs(new.value - old.value) / abs(new.value)
-            self.window = min(max(4 * moved, 0.5 * self.window, 1e-4), 0.1) if math.isfinite(moved) else WINDOW
+        moved = math.inf if old is None else abs(new.value - old.value)
+        least = max(0.5 * (self.width or 0.0), 1e-4 * abs(new.value))
+        self.width = max(4 * moved, least) if math.isfinite(moved) else None
         self.threshold, self.dual = new, dual
 
 
@@ -51,6 +52,8 @@ class Window:
         owner = torch.repeat_interleave(torch.tensor([sum(map(len, some)) for _, some in around]))
         there = few.ge(least).logical_and_(few.le(most))
         few, owner = few[there], owner[there]
+        if few.numel() > FEW:
+            return None
         counts = torch.bincount(owner, minlength=len(around)).tolist()
         pieces = [piece for piece, _ in around]
         parts = [Part(u, piece.cost) for u, piece in zip(few.split(counts), pieces, strict=True)]
@@ -89,7 +92,8 @@ def first_pass(
     for s, (last, segment) in enumerate(zip(known, problem.segments, strict=True)):
         value = -math.inf if last.threshold is None else last.threshold.value
         if math.isfinite(value) and k[s] < segment.total:
-            windows[s] = Window(value - last.window * abs(value), value + last.window * abs(value))
+            width = WINDOW * abs(value) if last.width is None else last.width
+            windows[s] = Window(value - width, value + width)
     pending = {s: root for s, root in roots.items() if not root.done}
     for root, (f, d) in zip(pending.values(), one_pass(pieces, read, pending, windows), strict=True):
         root.hear(f, d)
