@@ -175,7 +175,9 @@ def in_step(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
     for _ in range(8):
         inside += timed(model, optimizer, grads)
     dense, update, rows = min(whole), min(inside), []
-    print(f"{args.model}, batch {args.batch}: a dense step takes {dense:.0f} ms, {update:.1f} of them in optimizer.step()")
+    print(
+        f"{args.model}, batch {args.batch}: a dense step takes {dense:.0f} ms, {update:.1f} of them in optimizer.step()"
+    )
     print(f"{'method':16} {'added ms':>9} {'percent':>8} {'learned':>8} {'rewiring':>9}")
     for name in names:
         model.load_state_dict(start)
@@ -184,7 +186,8 @@ def in_step(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
         print(f"{name:16} {added:9.1f} {100 * added / dense:8.2f} {learned:8.1f} {rewiring:9.2f}", flush=True)
         rows.append(
             {
-                **facts(device), "threads": torch.get_num_threads(), "model": args.model, "method": name, "sparsity": args.sparsity, "batch": args.batch,
+                **facts(device), "threads": torch.get_num_threads(), "model": args.model,
+                "method": name, "sparsity": args.sparsity, "batch": args.batch,
                 "dense_ms": round(dense, 1), "update_ms": round(update, 2), "added_ms": round(added, 2),
                 "percent": round(100 * added / dense, 3), "learned_ms": round(learned, 2), "rewiring_ms": round(rewiring, 2),
             }

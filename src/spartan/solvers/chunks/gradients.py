@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spartan.solvers.base import Grads
 from spartan.solvers.chunks.masks import ChunkMasks, thresholds
-from spartan.solvers.chunks.pieces import Piece, only_kept, ones_where_kept, slope_of, times_slope, value_of
+from spartan.solvers.chunks.pieces import Piece, ones_where_kept, only_kept, slope_of, times_slope, value_of
 from spartan.solvers.chunks.search import largest_below
 from spartan.solvers.forms import KEPT, VJP, Form, Mask, PerSegment, Shifted, Stored, Where
 

@@ -20,8 +20,8 @@ from spartan.solvers.torch import TorchSolver
 WORTH = 1 << 16  # more weights than these are worth going through in chunks: a few are done before a loop has begun
 
 
-class ChunkMasks(TorchSolver):
-    """What is kept, and soft masks, by any ranks: magnitudes, learned ones, or those that a method gives."""
+class ChunkRanks(TorchSolver):
+    """The pieces of a part of the problem, and what their units compete by."""
 
     def __init__(self, problem: Problem, flags: Flags, alias: bool = False) -> None:
         super().__init__(problem, flags, alias)
@@ -69,8 +69,6 @@ class ChunkMasks(TorchSolver):
         """Whether the soft mask is that of a Sinkhorn iteration, which plain torch knows about."""
         return self.dual is not None and any(scale != 1.0 for scale in self.dual.scale)
 
-    # ------------------------------------------------------------------ ranks
-
     def reader(self, learned: str | None = None, shifted: str | None = None) -> Reader:
         """What units compete by: magnitudes, those less a shift that is learned per target, or learned ranks."""
         if learned is not None:
@@ -90,7 +88,9 @@ class ChunkMasks(TorchSolver):
         found: list[float] = torch.sigmoid(self.state.learned_per_target[name].detach()).tolist()
         return found
 
-    # ------------------------------------------------------------------ masks
+
+class ChunkMasks(ChunkRanks):
+    """What is kept, and soft masks, by any ranks: magnitudes, learned ones, or those that a method gives."""
 
     def solve(
         self,

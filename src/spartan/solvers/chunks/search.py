@@ -25,14 +25,18 @@ class Known:
 
     threshold: Threshold | None = None
     dual: Dual | None = None
-    width: float | None = None  # how far from the threshold it is looked for
+    drift: float = 0.0  # how far it moved last, and is expected to move again
+    width: float | None = None  # how far from there it is looked for
 
     def follow(self, new: Threshold, dual: Dual | None) -> None:
         """Look next where it moves to; the answer does not depend on this."""
         old = self.threshold
-        moved = math.inf if old is None else abs(new.value - old.value)
-        least = max(0.5 * (self.width or 0.0), 1e-4 * abs(new.value))
-        self.width = max(4 * moved, least) if math.isfinite(moved) else None
+        moved = math.inf if old is None else new.value - old.value
+        if math.isfinite(moved):
+            least = max(0.5 * (self.width or 0.0), 0.5 * abs(moved), 1e-4 * abs(new.value))
+            self.width, self.drift = max(2 * abs(moved - self.drift), least), moved
+        else:
+            self.width, self.drift = None, 0.0
         self.threshold, self.dual = new, dual
 
 
@@ -48,12 +52,12 @@ class Window:
     def threshold(self, limit: Limit, grid: CostGrid, read: Reader) -> Threshold | None:
         """The threshold within the window, when what lies above it is kept; None if it is not there."""
         least, most, around = self.least, self.most, self.around
+        if sum(len(x) for _, some in around for x in some) > FEW:
+            return None
         few = torch.cat([x for _, some in around for x in some])
         owner = torch.repeat_interleave(torch.tensor([sum(map(len, some)) for _, some in around]))
         there = few.ge(least).logical_and_(few.le(most))
         few, owner = few[there], owner[there]
-        if few.numel() > FEW:
-            return None
         counts = torch.bincount(owner, minlength=len(around)).tolist()
         pieces = [piece for piece, _ in around]
         parts = [Part(u, piece.cost) for u, piece in zip(few.split(counts), pieces, strict=True)]
@@ -93,7 +97,7 @@ def first_pass(
         value = -math.inf if last.threshold is None else last.threshold.value
         if math.isfinite(value) and k[s] < segment.total:
             width = WINDOW * abs(value) if last.width is None else last.width
-            windows[s] = Window(value - width, value + width)
+            windows[s] = Window(value + last.drift - width, value + last.drift + width)
     pending = {s: root for s, root in roots.items() if not root.done}
     for root, (f, d) in zip(pending.values(), one_pass(pieces, read, pending, windows), strict=True):
         root.hear(f, d)

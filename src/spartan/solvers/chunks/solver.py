@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from spartan.solvers.chunks.vectors import ChunkVectors
 from spartan.solvers.chunks.masks import thresholds
 from spartan.solvers.chunks.pieces import Piece, bounds, only_kept, scaled_rows, shifted_value, shrunk_mask, value_of
 from spartan.solvers.chunks.search import largest_below
+from spartan.solvers.chunks.vectors import ChunkVectors
 from spartan.solvers.forms import Form, Mask, Shifted, Shrunk, Stored
 
 

@@ -84,8 +84,7 @@ class ChunkVectors(ChunkGradients):
         """The nearest numbers in [0, 1], one per unit, whose cost fits the budgets, in place."""
         if s.dtype != self.dtype:
             return super().within_budget(s)
-        problem, unit = self.problem, max(self.problem.unit_costs)
-        close = 1e-2 * tolerance(self.dtype)
+        unit, close = max(self.problem.unit_costs), 1e-2 * tolerance(self.dtype)
         shifts = [Shift(k, close) for k in self.k]
         for _ in range(PASSES):
             pending = {i for i, shift in enumerate(shifts) if not shift.done}
