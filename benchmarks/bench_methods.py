@@ -209,7 +209,8 @@ def in_step_of(name: str, model: nn.Module, grads: Any, args: argparse.Namespace
     sparsifier.attach(optimizer)
     run = sparsifier._run
     run.gradients.paused = True  # the step turns them then, in its own time
-    middle = min(run.at.freeze_step, total) // 200 * 100
+    middle = (run.at.warmup_steps + run.at.freeze_step) // 200 * 100  # no warm-up changes the budget
+    middle = min(middle, (run.at.freeze_step - 1000) // 100 * 100)
     run.at = replace(run.at, step=middle + 10)
     for part in run.weights.solving:  # scores that start from zero have moved by then
         for x in (*part.state.learned.values(), part.state.per_unit.get("S")):

@@ -27,14 +27,14 @@ class ChunkGradients(ChunkMasks):
             return False
         return isinstance(form.back, Where) or form.mask is Mask.SOFT or isinstance(form.mask, (Stored, Shifted))
 
-    def turn(self, form: Form | None, grads: Grads) -> list[Tensor | None]:
+    def turn(self, form: Form | None, grads: Grads) -> Grads:
         """Gradients for w into gradients for θ, in place."""
         assert form is not None
         if not (self.turns(form) and self._alike(grads)):
             return super().turn(form, grads)
         grads = self.with_missing(form, grads)
         if all(g is None for g in grads):
-            return list(grads)
+            return grads
         self.teach(form, grads)
         if isinstance(form.mask, Shifted):
             self._teach_shifts(form, form.mask.name, grads)
@@ -48,7 +48,7 @@ class ChunkGradients(ChunkMasks):
         if self.power != 1.0:
             for piece, g in self.beside(grads):
                 g.mul_(slope_of(piece, self.power))
-        return list(grads)
+        return grads
 
     def _alike(self, grads: Grads) -> bool:
         """Whether gradients lie in memory as the weights do."""
