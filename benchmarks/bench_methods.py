@@ -42,8 +42,10 @@ from spartan.zoo import build_model, torchvision
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sparsity", type=float, default=0.95)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=100, help="per round; RigL and SET rewire once in 100")
+    parser.add_argument("--batch", type=int, help="256; with --in-step 32")
+    parser.add_argument(
+        "--steps", type=int, help="per round, 100: RigL and SET rewire once in as many; with --in-step 8"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--methods", default="", help="comma-separated; all by default")
     parser.add_argument("--csv", type=Path)
@@ -52,6 +54,8 @@ def main() -> None:
     parser.add_argument("--in-step", action="store_true", help="time optimizer.step() alone")
     parser.add_argument("--one-thread", action="store_true", help="with --in-step: processor time of one thread")
     args = parser.parse_args()
+    args.batch = args.batch or (32 if args.in_step else 256)
+    args.steps = args.steps or (8 if args.in_step else 100)
     if args.one_thread:
         torch.set_num_threads(1)
     torch.backends.cudnn.benchmark = True
