@@ -20,8 +20,8 @@ from spartan.methods.base import Method
 from spartan.ops.parts import Part
 from spartan.ops.select import select
 from spartan.problem.problem import make_problem
-from spartan.solvers import chunks
-from spartan.solvers.chunks import ChunkSolver
+from spartan.solvers.chunks import masks as chunk_masks
+from spartan.solvers.chunks.solver import ChunkSolver
 from spartan.solvers.sharded import ShardedSolver
 from spartan.solvers.torch import TorchSolver
 from tests.solvers.building import build, problem_of
@@ -154,7 +154,7 @@ def test_sums_that_float64_cannot_hold_are_exact() -> None:
 def test_a_run_with_costs_far_apart_stays_within_its_budget(
     method: Method, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "WORTH", 100)
+    monkeypatch.setattr(chunk_masks, "WORTH", 100)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20), nn.Linear(20, 10), nn.Linear(10, 3))
     costs = {"0.*": 1e-6 / 3, "1.*": 0.7, "2.*": 1e6 / 3, "3.*": 123.456}

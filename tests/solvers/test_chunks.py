@@ -11,14 +11,28 @@ import torch
 from torch import Tensor, nn
 
 from spartan import IMP, Flops, Sparsifier, Spartan, TopKAST, constant, linear, soft_topk
-from spartan.methods import Powerprop, SpartanLearned  # type: ignore[attr-defined]
+from spartan.methods import (  # type: ignore[attr-defined]
+    ACDC,
+    SRSTE,
+    ST3,
+    STR,
+    Feather,
+    Movement,
+    OptG,
+    Powerprop,
+    ProbMask,
+    RigL,
+    SpartanLearned,
+    Static,
+)
 from spartan.methods.base import Method
 from spartan.ops.newton import logit, rest_of_step
 from spartan.ops.parts import Part
 from spartan.ops.select import boundary
 from spartan.ops.soft_topk import moments, residual_at
-from spartan.solvers import chunks
-from spartan.solvers.chunks import ChunkSolver
+from spartan.solvers.chunks import pieces
+from spartan.solvers.chunks.search import first_pass
+from spartan.solvers.chunks.solver import ChunkSolver
 from spartan.solvers.forms import KEPT, VJP, Form, Mask
 from tests.solvers.building import build, problem_of, set_theta, weights_of
 
@@ -30,15 +44,36 @@ METHODS = {
     "topkast": TopKAST(),
     "topkast-b": TopKAST(backward_sparsity=0.1, exploration=1e-2),
     "imp": IMP(),
+    "topkast-every": TopKAST(backward_sparsity=0.1, exploration=1e-2, every=2),
     "learned": SpartanLearned(),
+    "learned-hard": SpartanLearned(beta=constant(float("inf"))),
     "powerprop": Powerprop(),
+    "powerprop-1.5": Powerprop(alpha=1.5),
+    "powerprop-2.3": Powerprop(alpha=2.3),
+    "powerprop-4": Powerprop(TopKAST(backward_sparsity=0.1, exploration=1e-2), alpha=4.0),
+    "powerprop-spartan": Powerprop(Spartan(beta=linear(1, 200))),
+    "powerprop-st3": Powerprop(ST3()),
+    "powerprop-str": Powerprop(STR()),
+    "st3": ST3(),
+    "st3-plain": ST3(rescale=False),
+    "feather": Feather(pruned_gradient=0.3),
+    "feather-2.5": Feather(p=2.5),
+    "srste": SRSTE(decay=1e-2),
+    "movement": Movement(),
+    "optg": OptG(steepness=10.0),
+    "str": STR(),
+    "str-paper": STR(exact=False),
+    "rigl": RigL(every=2),
+    "static": Static(),
+    "acdc": ACDC(first_dense=0.1, phase=0.2, last_dense=0.1),
+    "probmask": ProbMask(),
 }
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several to a tensor, the last one short."""
-    monkeypatch.setattr(chunks, "CHUNK", 5000)
+    monkeypatch.setattr(pieces, "CHUNK", 5000)
 
 
 def run(
@@ -89,8 +124,9 @@ def test_what_runs() -> None:
     assert "by chunks\n" in repr(sparsifier)
     assert "by torch (kernels='torch')\n" in repr(run("torch", METHODS["spartan"], steps=0)[2])
     assert "by chunks\n" in repr(run("auto", METHODS["spartan"], steps=0, budget="uniform")[2])
-    soft = repr(run("auto", METHODS["spartan-soft"], steps=0)[2])
-    assert "by chunks for thresholds and gradients, torch for weights" in soft
+    assert "by chunks\n" in repr(run("auto", METHODS["spartan-soft"], steps=0)[2])
+    odd = repr(run("auto", METHODS["powerprop-2.3"], steps=0)[2])
+    assert "by chunks for moving weights, torch for thresholds, weights and gradients" in odd
 
 
 @pytest.mark.parametrize("name", list(METHODS))
@@ -218,7 +254,7 @@ def test_ties_at_the_threshold_are_cut_by_position_without_starting_anew(costs: 
     cuts = set()
     for room in (-20.0, -7.5, -1.0, -0.4, 0.0, 1.0, 2.0, 7.5, 20.0):
         expected = boundary(parts, k + room).threshold
-        found = solver._first_pass([k + room], {})[0]
+        found = first_pass(solver.problem, solver._pieces, solver.reader(), solver.known("a"), [k + room], {})[0]
         assert (found.value, found.cut) == (expected.value, expected.cut) == (value, expected.cut)
         cuts.add(found.cut)
     assert len(cuts) > 3

@@ -77,8 +77,9 @@ class OptG(ScoredMasks):
     def choose(self, solver: TorchSolver, at: Moment) -> None:
         """S moves by σ(t) of the optimizer's step: a learning rate of its own that any schedule leaves in place."""
         state = solver.state
-        state.per_unit["S"] = state.per_unit["S"] + self.ramp.at(at.warmed) * state.learned["step"]
-        state.learned["step"].zero_()
+        ramp, step = self.ramp.at(at.warmed), state.learned["step"]
+        solver.update(["S"], lambda s, moved: [s + ramp * moved], ["S", "step"])
+        step.zero_()
         super().choose(solver, at)
 
     def score(self, solver: TorchSolver) -> Tensor:

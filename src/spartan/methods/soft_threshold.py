@@ -82,20 +82,20 @@ class STR(Method):
 
     def scores(self, solver: TorchSolver, u: Tensor) -> Tensor:
         """z = u − sigmoid(s) of every unit."""
-        return u - solver.of_targets(torch.sigmoid(solver.state.learned_per_target["s"]))
+        return solver.shifted("s", u)
 
     @torch.no_grad()
     def choose(self, solver: TorchSolver, at: Moment) -> None:
         """λ for the budget; the paper's own form has none."""
         if self.exact:
-            solver.solve(solver.k, ranks=self.scores(solver, solver.scores()))
+            solver.solve(solver.k, shifted="s")
         else:
             solver.a = Selection.of([Threshold(0.0)] * len(solver.problem.segments), solver.device)
 
     @torch.no_grad()
     def keep(self, solver: TorchSolver, at: Moment) -> Tensor:
         """z above λ."""
-        return solver.pools.keep(self.scores(solver, solver.scores()), solver.a)
+        return solver.pools.keep(solver.shifted_ranks("s"), solver.a)
 
     def mask(self, solver: TorchSolver, u: Tensor, kept: Tensor) -> Tensor:
         """min(max(z − λ, 0), u)/u per unit, differentiable in u and s."""

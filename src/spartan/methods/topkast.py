@@ -84,7 +84,7 @@ class TopKAST(Method):
         if self.backward_sparsity:
             segments = zip(solver.k, solver.problem.segments, strict=True)
             more = [max(k, (1.0 - self.backward_sparsity) * s.total) for k, s in segments]
-            solver.b = solver.select(more, solver.scores())
+            solver.solve_more(more)
         if self.every > 1:  # θ moves on, so that thresholds would no longer tell what was chosen
             a, b = solver.kept(Form()), solver.trained(Form())
             solver.state.per_unit["A"] = a

@@ -132,6 +132,11 @@ class Moment:
         """Progress to the freeze, 0 to 1: what β follows."""
         return min(1.0, self.step / self.freeze_step) if self.freeze_step else 1.0
 
+    @property
+    def due(self) -> bool:
+        """Whether it is time for what is not done at every step: a hundred times in a run."""
+        return self.step % max(1, self.total_steps // 100) == 0
+
     def next(self) -> "Moment":
         """One step later."""
         return Moment(self.step + 1, self.total_steps, self.warmup_steps, self.freeze_step, self.seed)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags, why_no_kernels
-from spartan.solvers.chunks import ChunkSolver
+from spartan.solvers.chunks.solver import ChunkSolver
 from spartan.solvers.frozen import FrozenSolver
 from spartan.solvers.sharded import ShardedSolver
 from spartan.solvers.torch import TorchSolver

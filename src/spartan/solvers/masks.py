@@ -1,7 +1,7 @@
 """Chooses what is kept, and makes the masks that methods declare, one entry per unit."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from spartan.ops.parts import CostGrid
 from spartan.ops.soft_topk import Init
 from spartan.problem.problem import Problem
 from spartan.problem.schedules import Moment
+from spartan.solvers.base import Grads
 from spartan.solvers.clipping import within_budget
 from spartan.solvers.forms import Form, Mask, Shrunk, Stored
 from spartan.solvers.pools import Budgets, Pools
@@ -40,20 +41,40 @@ class Masks(Units):
         return Pools(self) if self.problem.pattern.rows is None else Rows(self)
 
     def solve(
-        self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None, learned: str | None = None
+        self,
+        k: Budgets,
+        beta: Sequence[float] | None = None,
+        ranks: Tensor | None = None,
+        learned: str | None = None,
+        shifted: str | None = None,
     ) -> None:
         """Choose what is kept, A, for these budgets, and with a β the soft mask.
 
-        By magnitude, by ranks of one's own, or by those that are learned under this name.
+        By magnitude, by ranks of one's own, by those that are learned under this name, or by magnitudes that are
+        shifted by what is learned per target under this name.
         """
         if learned is not None:
             ranks = self.state.learned[learned].detach()
+        elif shifted is not None:
+            ranks = self.shifted_ranks(shifted)
         ranks = self.scores() if ranks is None else ranks
         self.dual = None
         if beta is None:
             self.a = self.pools.select(ranks, k)
         else:
             self.a, self.dual = self.pools.solve(ranks, k, beta)
+
+    def solve_more(self, k: Budgets) -> None:
+        """Choose what is trained beside A, B, for these budgets, by magnitude."""
+        self.b = self.select(k, self.scores())
+
+    def shifted_ranks(self, name: str) -> Tensor:
+        """z = u − sigmoid(s) of every unit, as they compete."""
+        return self.shifted(name, self.scores()).detach()
+
+    def shifted(self, name: str, u: Tensor) -> Tensor:
+        """z = u − sigmoid(s) of every unit, s learned per target under this name; differentiable."""
+        return u - self.of_targets(torch.sigmoid(self.state.learned_per_target[name]))
 
     def sinkhorn(self, k: Budgets, beta: Sequence[float], init: Sequence[Init]) -> None:
         """The same by the paper's iteration."""
@@ -106,8 +127,26 @@ class Masks(Units):
         """A random number in [0, 1) per unit, of this run and step, for what is drawn at every one; kernels draw others."""
         return random_units(self, at)
 
+    def update(
+        self,
+        names: Sequence[str],
+        function: Callable[..., Sequence[Tensor]],
+        read: Sequence[str],
+        grads: Grads | None = None,
+        at: Moment | None = None,
+    ) -> None:
+        """What is kept per unit under these names ← f(what is kept or learned under others), entry by entry.
+
+        f is also given Σ g·θ of every unit where there are gradients, and a random number of each for a moment.
+        """
+        units, learned = self.state.per_unit, self.state.learned
+        given = [units[name] if name in units else learned[name].detach() for name in read]
+        given += [] if grads is None else [self.products(grads)]
+        given += [] if at is None else [self.random(at).to(self.dtype)]
+        units.update(zip(names, function(*given), strict=True))
+
     def within_budget(self, s: Tensor) -> Tensor:
-        """The nearest numbers in [0, 1], one per unit, whose cost fits the budgets."""
+        """The nearest numbers in [0, 1], one per unit, whose cost fits the budgets; s may be changed in place."""
         return within_budget(self, s, self.k)
 
     def room_beside(self, mask: Tensor) -> Tensor:

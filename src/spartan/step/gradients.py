@@ -27,6 +27,7 @@ from torch.utils.weak import TensorWeakRef
 from spartan.distributed import fsdp_modules, is_dtensor, replicas, version
 from spartan.problem.targets import Target
 from spartan.solvers.base import there
+from spartan.solvers.theta import copy_all
 
 # What a gradient is: one for w, or none; one for θ; one for θ that an optimizer has used.
 RAW, TURNED, USED = 0, 1, 2
@@ -136,14 +137,15 @@ class GradientState:
 
     def summed(self, numbers: Sequence[int], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients for w of these targets, from all backwards since the last step."""
-        there = [grad for grad in grads if grad is not None]
-        copies = iter(torch._foreach_mul(there, 1.0) if there else ())  # in a launch or two
+        given = [(n, grad) for n, grad in zip(numbers, grads, strict=True) if grad is not None]
+        adding = {n for n in numbers if n in self._aside and n in self._seen}
+        # Into the memory of the last ones: a few launches, and new memory takes a CPU as long as the copy does.
+        rooms = [self._seen[n] if n in self._seen and n not in adding else torch.empty_like(g) for n, g in given]
+        copy_all(rooms, [grad for _, grad in given])
+        for (n, _), copy in zip(given, rooms, strict=True):
+            self._seen[n] = self._seen[n] + copy if n in adding else copy
         for n, grad in zip(numbers, grads, strict=True):
-            before = self._seen.get(n) if n in self._aside else None
-            if grad is not None:
-                copy = next(copies)
-                self._seen[n] = copy if before is None else before + copy
-            elif before is None:
+            if grad is None and n not in adding:
                 self._seen.pop(n, None)
         return [self._seen.get(n) for n in numbers]
 

@@ -101,11 +101,9 @@ class Guard:
 
     def compare(self) -> None:
         """Flag the first target that is not as it was written, if that was remembered."""
-        if self._sums is not None and not self.perturbed():
-            self._compare(self._sums)
-
-    @torch.no_grad()
-    def _compare(self, sums: Tensor) -> None:
+        sums = self._sums
+        if sums is None or self.perturbed():
+            return
         numbers = torch.arange(len(self.targets), dtype=torch.int32, device=sums.device)
         changed = torch.where(self._checksums() == sums, FINE, numbers).min()
         self.weights.bad[2] = torch.minimum(self.weights.bad[2], changed)

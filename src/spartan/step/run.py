@@ -98,14 +98,9 @@ class Run:
                     self._agree()
             finally:
                 self.write()  # whatever happens, the model holds w
-        if self.due and not self.method.identity:
+        if self.at.due and not self.method.identity:
             self.guard.remember()
         self.guard.send(self.at.step)
-
-    @property
-    def due(self) -> bool:
-        """Whether it is time for what is not done at every step: a hundred times in a run."""
-        return self.at.step % max(1, self.at.total_steps // 100) == 0
 
     # ------------------------------------------------------------------ gradients
 
@@ -128,22 +123,7 @@ class Run:
             self._decays = self._decays or (form is not None and form.decay is not None)
             if isinstance(part, TorchSolver) and self.method.observes(self.at):
                 self.method.observe(part, self.gradients.summed(numbers, grads), self.at)
-            self._replace_gradients(part.problem, grads, part.turn(form, grads))
-
-    def _replace_gradients(self, problem: Problem, old: Sequence[Tensor | None], new: Sequence[Tensor | None]) -> None:
-        """Put turned gradients where the others were."""
-        if new is old:
-            return
-        changed = []
-        for target, before, after in zip(problem.targets, old, new, strict=True):
-            if before is None:
-                if after is not None and target.parameter.grad is None:
-                    target.parameter.grad = like(target.parameter, after)
-            elif after is None:
-                before.zero_()
-            elif after is not before and after is not target.local_grad:
-                changed.append((before, after))
-        copy_all([a for a, _ in changed], [b for _, b in changed])
+            replace_gradients(part.problem, grads, part.turn(form, grads))
 
     @torch.no_grad()
     def _add_decay(self, mine: Sequence[int], scale: Tensor | None) -> None:
@@ -189,7 +169,7 @@ class Run:
         self.set_budgets()
         for solver, k in zip(self.weights.solving, before, strict=True):
             # Looking at each layer waits for the device: not at every step.
-            if any(solver.problem.floors) and (k != solver.k or self.at.phase == "finetune" or self.due):
+            if any(solver.problem.floors) and (k != solver.k or self.at.phase == "finetune" or self.at.due):
                 self._choose_above_floors(solver)
             else:
                 self.method.choose(solver, self.at)
@@ -328,3 +308,19 @@ def skipped(optimizer: Optimizer) -> bool:
     """Whether a loss scaler made a fused optimizer leave out its update."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf.item())
+
+
+def replace_gradients(problem: Problem, old: Sequence[Tensor | None], new: Sequence[Tensor | None]) -> None:
+    """Put turned gradients where the others were."""
+    if new is old:
+        return
+    changed = []
+    for target, before, after in zip(problem.targets, old, new, strict=True):
+        if before is None:
+            if after is not None and target.parameter.grad is None:
+                target.parameter.grad = like(target.parameter, after)
+        elif after is None:
+            before.zero_()
+        elif after is not before and after is not target.local_grad:
+            changed.append((before, after))
+    copy_all([a for a, _ in changed], [b for _, b in changed])

@@ -320,6 +320,7 @@ if __name__ == "__main__":
     compile_it(weights.row_scales, {"scales": "*fp32"}, DTYPE=tl.float32, BLOCK=1024)
     doubles: dict[str, Any] = {**owners, "found": "*fp64", "known": "*fp64", "budgets": "*fp64", "out": "*i64"}
     compile_it(drawing.uniform, {"out": "*fp32", "seed": "i32"}, BLOCK=2048)
+    compile_it(drawing.shift_ranks, {"shifts": "*fp32", "out": "*fp32"}, DTYPE=tl.bfloat16, POWER=1.0, BLOCK=2048)
     compile_it(drawing.largest, doubles, BLOCK=2048)
     compile_it(drawing.begin, doubles, ROWS=512)
     compile_it(drawing.shifted, doubles, BLOCK=2048)

@@ -156,7 +156,7 @@ class BlockSolver(TritonSolver):
             self.write_below(form, key, lambda: self.launch_below(thetas, by_units), launch)
         else:
             x.write(key, launch)
-            self.launched("write", form, x.to_parameters, key, launch)
+            x.before.note("write", form, x.to_parameters, key, launch)
 
     def launch_restart(self, masks: Tensor) -> Callable[[], None]:
         """What launches `restart`."""

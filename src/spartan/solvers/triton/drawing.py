@@ -1,8 +1,10 @@
-"""Draws random numbers for units, and brings numbers between 0 and 1 within a budget, for all segments at once."""
+"""Draws random numbers for units, shifts ranks, and brings numbers within a budget, for all segments at once."""
 
 import triton
 import triton.language as tl
 
+from spartan.solvers.triton.moves import read
+from spartan.solvers.triton.powers import value_of
 from spartan.solvers.triton.state import row_of, segment_of
 
 # What is known of a segment while its shift is sought, in float64.
@@ -135,3 +137,20 @@ def clip(values, out, table, segments, costs, known, BLOCK: tl.constexpr):
         inside = here < length
         x = tl.load(at + here, mask=inside, other=0.0) - down
         tl.store(to + here, tl.minimum(tl.maximum(x, 0.0), 1.0), mask=inside)
+
+
+@triton.jit
+def shift_ranks(
+    thetas, shifts, out, starts, table, factors, POWER: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """z = u − sigmoid(s) of every weight, s being its target's; `starts` tells where those of each target begin."""
+    piece = tl.program_id(0)
+    which, start, length, _ = row_of(table, piece)
+    factor = tl.load(factors + piece)
+    shift = tl.sigmoid(tl.load(shifts + which).to(tl.float32))
+    address = tl.load(thetas + which)
+    to = out + tl.load(starts + which) + start
+    for i in range(0, length, BLOCK):
+        here = i + tl.arange(0, BLOCK)
+        u = tl.abs(value_of(read(address, start, i, length, DTYPE, BLOCK), POWER)) * factor
+        tl.store(to + here, u - shift, mask=here < length)

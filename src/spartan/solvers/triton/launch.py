@@ -10,6 +10,7 @@ from torch import Tensor
 from spartan.distributed import is_dtensor, like, local
 from spartan.problem.problem import Problem
 from spartan.solvers.base import FINE, Flags, Grads, there
+from spartan.solvers.forms import Form
 from spartan.solvers.triton import gradient
 from spartan.solvers.triton.replay import Replay
 from spartan.solvers.triton.tables import Addresses, Pieces
@@ -19,6 +20,25 @@ DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
+
+
+class Before:
+    """What was launched the last time: in training it is launched again, as a rule, and nothing need be found out."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[Form, int, Any, Callable[[], None]]] = {}
+
+    def of(self, what: str, form: Form, where: Addresses, tensors: Grads) -> tuple[Any, Callable[[], None]] | None:
+        """The launch and its name, if it was of the same form and the same tensors."""
+        last = self._last.get(what)
+        if last is None or last[0] != form or not where.same(tensors, last[1]):
+            return None
+        return last[2:]
+
+    def note(self, what: str, form: Form, where: Addresses, key: Any, launch: Callable[[], None]) -> None:
+        """Remember it, where masks go by magnitude: then nothing but these addresses can differ the next time."""
+        if form.by_magnitude:
+            self._last[what] = form, where.version, key, launch
 
 
 class Launcher:
@@ -42,6 +62,7 @@ class Launcher:
         self.replay = Replay(device)
         self.to_parameters, self.to_grads = (Addresses(device, replay=self.replay) for _ in range(2))
         self.to_thetas = Addresses(device, fixed=True)
+        self.before = Before()
         self._checked: tuple[int, Any, Callable[[], None]] | None = None  # the last time
 
     @property

@@ -1,7 +1,7 @@
 """Chooses masks by Triton kernels: all segments in one launch, nothing waits for the device."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,41 +15,14 @@ from spartan.solvers.pools import Budgets
 from spartan.solvers.theta import Theta
 from spartan.solvers.torch import TorchSolver
 from spartan.solvers.triton.launch import Launcher
-from spartan.solvers.triton.tables import Addresses, Pieces
+from spartan.solvers.triton.tables import Pieces
 from spartan.solvers.triton.topk import TopK
 
 
-class KernelMasks(TorchSolver):
-    """What is kept, and the soft masks, as states on the device; ranks of other kinds go to a top-k of their own."""
+class KernelTheta(TorchSolver):
+    """θ that launches move: some wait to be run together."""
 
-    def __init__(self, problem: Problem, flags: Flags, alias: bool = False) -> None:
-        self.kernels = Launcher(problem, flags)
-        super().__init__(problem, flags, alias)
-        self._mine = False  # whether the masks in use were chosen by the kernels, from θ
-        self._by_learned: str | None = None  # or from these learned ranks
-        self._by_torch = False  # or by plain torch
-        self._saved: tuple[Any, list[Dual] | None] | None = None  # a solution that was taken over, until the next one
-        self._others: dict[str, TopK] = {}
-        self._before: dict[str, tuple[Form, int, Any, Callable[[], None]]] = {}
-        self.starts = [here.start for here in problem.slices]  # of each target, in vectors of units
-        self.prepare()
-
-    def as_before(
-        self, what: str, form: Form, where: Addresses, tensors: Sequence[Tensor | None]
-    ) -> tuple[Any, Callable[[], None]] | None:
-        """What was launched the last time, if masks by magnitude are asked for in the same form, of the same tensors.
-
-        This is the rule in training, and all that is known by then need not be found out again.
-        """
-        last = self._before.get(what)
-        if last is None or not self._mine or last[0] != form or not where.same(tensors, last[1]):
-            return None
-        return last[2:]
-
-    def launched(self, what: str, form: Form, where: Addresses, key: Any, launch: Callable[[], None]) -> None:
-        """Remember it, where nothing but these addresses can differ the next time."""
-        if form.by_magnitude:
-            self._before[what] = form, where.version, key, launch
+    kernels: Launcher
 
     @property
     def theta(self) -> Theta:
@@ -69,6 +42,21 @@ class KernelMasks(TorchSolver):
         """Run them."""
         self.kernels.replay.release()
 
+
+class KernelMasks(KernelTheta):
+    """What is kept, and the soft masks, as states on the device; ranks of other kinds go to a top-k of their own."""
+
+    def __init__(self, problem: Problem, flags: Flags, alias: bool = False) -> None:
+        self.kernels = Launcher(problem, flags)
+        super().__init__(problem, flags, alias)
+        self._mine = False  # whether the masks in use were chosen by the kernels, from θ
+        self._by_learned: str | None = None  # or from these learned ranks
+        self._by_torch = False  # or by plain torch
+        self._saved: tuple[Any, list[Dual] | None] | None = None  # a solution that was taken over, until the next one
+        self._others: dict[str, TopK] = {}
+        self.starts = [here.start for here in problem.slices]  # of each target, in vectors of units
+        self.prepare()
+
     def prepare(self) -> None:
         """Tables of what competes, by segment."""
         problem = self.problem
@@ -83,7 +71,7 @@ class KernelMasks(TorchSolver):
         super().redivided()
         self.kernels = Launcher(self.problem, self.flags)  # recorded launches read the tables so far
         self._mine, self._by_learned = False, None
-        self._others, self._before = {}, {}
+        self._others = {}
         self.prepare()
 
     def competing(self) -> list[Tensor]:
@@ -91,9 +79,16 @@ class KernelMasks(TorchSolver):
         return self._theta.views
 
     def solve(
-        self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None, learned: str | None = None
+        self,
+        k: Budgets,
+        beta: Sequence[float] | None = None,
+        ranks: Tensor | None = None,
+        learned: str | None = None,
+        shifted: str | None = None,
     ) -> None:
         """The thresholds of the largest magnitudes, and with a β the soft masks: one launch for all segments."""
+        if shifted is not None:
+            ranks = self.shifted_ranks(shifted)
         seen = self.power == 1.0 or self.problem.pattern.single  # kernels of larger units know θ itself only
         self._mine, self._by_learned = ranks is None and learned is None and seen, None
         self._saved, self._by_torch = None, False

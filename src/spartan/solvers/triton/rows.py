@@ -65,12 +65,17 @@ class RowSolver(TritonSolver):
         self.prepare_gradients()
 
     def solve(
-        self, k: Budgets, beta: Sequence[float] | None = None, ranks: Tensor | None = None, learned: str | None = None
+        self,
+        k: Budgets,
+        beta: Sequence[float] | None = None,
+        ranks: Tensor | None = None,
+        learned: str | None = None,
+        shifted: str | None = None,
     ) -> None:
         """How many of every run are kept, and with a β their soft masks; what ranks is read when they are used."""
-        self._by_torch = ranks is not None or self.power != 1.0
+        self._by_torch = ranks is not None or shifted is not None or self.power != 1.0
         if self._by_torch:
-            TorchSolver.solve(self, k, beta, ranks, learned)
+            TorchSolver.solve(self, k, beta, ranks, learned, shifted)
             return
         self.a = self.pools.select(torch.empty(0), k)
         self.dual = None if beta is None else self.pools.duals(beta, self.a.n)
@@ -194,9 +199,6 @@ class RowSolver(TritonSolver):
         kinds = {**x.kinds(grads), "ADD": add, "WIDE": self._wide(grads, self._theta.views)}
         key = "through_mask", form.learned, *kinds.values()
         x.replay(key, lambda: self._over_runs(nm.through_mask, *tables, **kinds, **self._passes))
-
-    def place_b(self) -> None:
-        """Nothing: its n is told with that of A."""
 
     def launch_where(
         self, grads: Grads, reading: Reading, rest: tuple[Tensor | None, ...], kinds: dict[str, Any]

@@ -9,6 +9,7 @@ from torch import Tensor
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags, Grads
 from spartan.solvers.forms import KEPT, VJP, Form, Mask, PerSegment, Shifted, Stored, Where
+from spartan.solvers.pools import Selection
 from spartan.solvers.triton import gradient, powers, ratios, weights
 from spartan.solvers.triton.reading import FormReader, Reading
 from spartan.solvers.triton.tables import Addresses, Numbers
@@ -45,7 +46,7 @@ class KernelGradients(FormReader):
         """Gradients for w into gradients for θ, in place."""
         assert form is not None
         x = self.kernels
-        if x.alike(grads) and (last := self.as_before("turn", form, x.to_grads, grads)):
+        if self._mine and x.alike(grads) and (last := x.before.of("turn", form, x.to_grads, grads)):
             x.replay(*last)
             return grads
         turned = x.laid_out(self.with_missing(form, grads))
@@ -104,7 +105,7 @@ class KernelGradients(FormReader):
             turn()
 
         self.kernels.replay(key, launch_all)
-        self.launched("turn", form, self.kernels.to_grads, key, launch_all)
+        self.kernels.before.note("turn", form, self.kernels.to_grads, key, launch_all)
 
     def cuts_here(self, cuts: Tensor) -> Tensor:
         """Positions in segments as those that kernels know: all units are here."""
@@ -176,7 +177,9 @@ class KernelGradients(FormReader):
             launch()
 
     def place_b(self) -> None:
-        """Put the thresholds of B where kernels read them."""
+        """Put the thresholds of B where kernels read them; those of runs are read where they were told."""
+        if not isinstance(self.b, Selection):
+            return
         if len(self._b_there[0]) != len(self.b.value):
             self._b_there = torch.empty_like(self.b.value), torch.empty_like(self.b.cut)
         self._b_there[0].copy_(self.b.value)

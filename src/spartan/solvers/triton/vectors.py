@@ -38,6 +38,19 @@ class KernelVectors(KernelMasks):
         )
         return found
 
+    def shifted_ranks(self, name: str) -> Tensor:
+        """z = u − sigmoid(s) of every unit, as they compete; u must be what other kernels make of θ."""
+        shifts = self.state.learned_per_target[name].detach()
+        if not self.problem.pattern.single or shifts.dtype != torch.float32:
+            return super().shifted_ranks(name)
+        x, v, found = self.kernels, self._vectors, torch.empty(self.count, dtype=torch.float32, device=self.device)
+        tables = shifts, found, v.starts_there, v.pieces.table, v.pieces.factors
+        x.replay.flush()
+        x.run(
+            drawing.shift_ranks, x.to_thetas.of(self._theta.views), *tables, pieces=v.pieces, POWER=self.power, DTYPE=x.dtype
+        )  # fmt: skip
+        return found
+
     def within_budget(self, s: Tensor) -> Tensor:
         """The nearest numbers in [0, 1], one per unit, whose cost fits the budgets."""
         if s.dtype != torch.float32:
