@@ -95,7 +95,7 @@ class STR(Method):
     @torch.no_grad()
     def keep(self, solver: TorchSolver, at: Moment) -> Tensor:
         """z above λ."""
-        return solver.pools.keep(solver.shifted_ranks("s"), solver.a)
+        return solver.pools.keep(solver.shifted("s"), solver.a)
 
     def mask(self, solver: TorchSolver, u: Tensor, kept: Tensor) -> Tensor:
         """min(max(z − λ, 0), u)/u per unit, differentiable in u and s."""

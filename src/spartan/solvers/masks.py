@@ -56,7 +56,7 @@ class Masks(Units):
         if learned is not None:
             ranks = self.state.learned[learned].detach()
         elif shifted is not None:
-            ranks = self.shifted_ranks(shifted)
+            ranks = self.shifted(shifted)
         ranks = self.scores() if ranks is None else ranks
         self.dual = None
         if beta is None:
@@ -68,12 +68,10 @@ class Masks(Units):
         """Choose what is trained beside A, B, for these budgets, by magnitude."""
         self.b = self.select(k, self.scores())
 
-    def shifted_ranks(self, name: str) -> Tensor:
-        """z = u − sigmoid(s) of every unit, as they compete."""
-        return self.shifted(name, self.scores()).detach()
-
-    def shifted(self, name: str, u: Tensor) -> Tensor:
-        """z = u − sigmoid(s) of every unit, s learned per target under this name; differentiable."""
+    def shifted(self, name: str, u: Tensor | None = None) -> Tensor:
+        """z = u − sigmoid(s) of every unit, s learned per target under this name; of given u differentiable."""
+        if u is None:
+            return self.shifted(name, self.scores()).detach()
         return u - self.of_targets(torch.sigmoid(self.state.learned_per_target[name]))
 
     def sinkhorn(self, k: Budgets, beta: Sequence[float], init: Sequence[Init]) -> None:

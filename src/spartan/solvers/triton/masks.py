@@ -88,7 +88,7 @@ class KernelMasks(KernelTheta):
     ) -> None:
         """The thresholds of the largest magnitudes, and with a β the soft masks: one launch for all segments."""
         if shifted is not None:
-            ranks = self.shifted_ranks(shifted)
+            ranks = self.shifted(shifted)
         seen = self.power == 1.0 or self.problem.pattern.single  # kernels of larger units know θ itself only
         self._mine, self._by_learned = ranks is None and learned is None and seen, None
         self._saved, self._by_torch = None, False

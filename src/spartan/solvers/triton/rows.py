@@ -129,10 +129,6 @@ class RowSolver(TritonSolver):
         beta = [0.0] * len(self.problem.segments) if self.dual is None else self.dual.beta
         return self._numbers_there.of([x for b in beta for x in (float(b), n, more)])
 
-    def _wide(self, *lists: Sequence[Tensor | None]) -> bool:
-        """Whether runs can be read in words of 16 bytes."""
-        return self._side_by_side and all(t is None or t.data_ptr() % 16 == 0 for x in lists for t in x)
-
     def _over_runs(self, kernel: Any, *arguments: Any, **kinds: Any) -> None:
         p = self.ranked
         tables = p.table, p.segments, self._strides, self._orders, p.factors, self._numbers_there.there
@@ -148,7 +144,11 @@ class RowSolver(TritonSolver):
         thetas = x.to_thetas.of(self._theta.views)
         scales = (None, None) if outputs is None else (outputs.scales, outputs.rows)
         tables = x.to_parameters.of(x.parameters), thetas, reading.ranks, reading.masks, *scales
-        kinds = {**self.kinds_of(form), "WIDE": self._wide(x.parameters, self._theta.views), "DTYPE": x.dtype}
+        kinds = {
+            **self.kinds_of(form),
+            "WIDE": self._side_by_side and on_words(x.parameters, self._theta.views),
+            "DTYPE": x.dtype,
+        }
 
         def launch() -> None:
             if outputs is not None:
@@ -164,7 +164,7 @@ class RowSolver(TritonSolver):
             return super().scores()
         x, found = self.kernels, torch.empty(self.count, dtype=torch.float32, device=self.device)
         tables = x.to_thetas.of(self.theta.views), self._to_found.along(found, self.starts)
-        self._over_runs(runs.scores, *tables, DTYPE=x.dtype, WIDE=self._wide(self._theta.views))
+        self._over_runs(runs.scores, *tables, DTYPE=x.dtype, WIDE=self._side_by_side and on_words(self._theta.views))
         return found
 
     def products(self, grads: Sequence[Tensor | None]) -> Tensor:
@@ -173,13 +173,15 @@ class RowSolver(TritonSolver):
             return super().products(grads)
         x, found = self.kernels, torch.empty(self.count, dtype=torch.float32, device=self.device)
         tables = self._to_given.of(grads), x.to_thetas.of(self.theta.views), self._to_found.along(found, self.starts)
-        self._over_runs(runs.products, *tables, **x.kinds(grads), WIDE=self._wide(grads, self._theta.views))
+        self._over_runs(
+            runs.products, *tables, **x.kinds(grads), WIDE=self._side_by_side and on_words(grads, self._theta.views)
+        )
         return found
 
     def launch_restart(self, masks: Tensor) -> Callable[[], None]:
         """What launches `restart`."""
         x = self.kernels
-        tables, wide = (x.to_thetas.of(self._theta.views), masks), self._wide(self._theta.views)
+        tables, wide = (x.to_thetas.of(self._theta.views), masks), self._side_by_side and on_words(self._theta.views)
         return lambda: self._over_runs(runs.restart, *tables, DTYPE=x.dtype, WIDE=wide)
 
     def restart(self, where: Tensor, growing: bool = False) -> None:
@@ -196,9 +198,12 @@ class RowSolver(TritonSolver):
         self._tell()
         learned, add = (None, False) if form.learned is None else self._to_learn(form.learned)
         tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), reading.ranks, learned
-        kinds = {**x.kinds(grads), "ADD": add, "WIDE": self._wide(grads, self._theta.views)}
+        kinds = {**x.kinds(grads), "ADD": add, "WIDE": self._side_by_side and on_words(grads, self._theta.views)}
         key = "through_mask", form.learned, *kinds.values()
         x.replay(key, lambda: self._over_runs(nm.through_mask, *tables, **kinds, **self._passes))
+
+    def place_b(self) -> None:
+        """Nothing: its n is told with that of A."""
 
     def launch_where(
         self, grads: Grads, reading: Reading, rest: tuple[Tensor | None, ...], kinds: dict[str, Any]
@@ -206,7 +211,7 @@ class RowSolver(TritonSolver):
         """What launches `where`."""
         x = self.kernels
         self._tell()
-        kinds["WIDE"] = self._wide(grads, self._theta.views)
+        kinds["WIDE"] = self._side_by_side and on_words(grads, self._theta.views)
         given = {key: kind for key, kind in kinds.items() if key != "POWER"}
         tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), reading.ranks, reading.masks, *rest
         return lambda: self._over_runs(nm.where, *tables, **given)
@@ -280,3 +285,8 @@ def _merged(axes: list[tuple[int, int]], most: int) -> list[int] | None:
         return None
     filled = [(1, 0)] * (most - len(found)) + found
     return [n for n, _ in filled] + [way for _, way in filled]
+
+
+def on_words(*lists: Sequence[Tensor | None]) -> bool:
+    """Whether all tensors begin at multiples of 16 bytes."""
+    return all(t is None or t.data_ptr() % 16 == 0 for x in lists for t in x)

@@ -9,7 +9,6 @@ from torch import Tensor
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags, Grads
 from spartan.solvers.forms import KEPT, VJP, Form, Mask, PerSegment, Shifted, Stored, Where
-from spartan.solvers.pools import Selection
 from spartan.solvers.triton import gradient, powers, ratios, weights
 from spartan.solvers.triton.reading import FormReader, Reading
 from spartan.solvers.triton.tables import Addresses, Numbers
@@ -177,9 +176,7 @@ class KernelGradients(FormReader):
             launch()
 
     def place_b(self) -> None:
-        """Put the thresholds of B where kernels read them; those of runs are read where they were told."""
-        if not isinstance(self.b, Selection):
-            return
+        """Put the thresholds of B where kernels read them."""
         if len(self._b_there[0]) != len(self.b.value):
             self._b_there = torch.empty_like(self.b.value), torch.empty_like(self.b.cut)
         self._b_there[0].copy_(self.b.value)

@@ -38,11 +38,11 @@ class KernelVectors(KernelMasks):
         )
         return found
 
-    def shifted_ranks(self, name: str) -> Tensor:
-        """z = u − sigmoid(s) of every unit, as they compete; u must be what other kernels make of θ."""
+    def shifted(self, name: str, u: Tensor | None = None) -> Tensor:
+        """z = u − sigmoid(s) of every unit; where u is not given, from what other kernels make of θ."""
         shifts = self.state.learned_per_target[name].detach()
-        if not self.problem.pattern.single or shifts.dtype != torch.float32:
-            return super().shifted_ranks(name)
+        if u is not None or not self.problem.pattern.single or shifts.dtype != torch.float32:
+            return super().shifted(name, u)
         x, v, found = self.kernels, self._vectors, torch.empty(self.count, dtype=torch.float32, device=self.device)
         tables = shifts, found, v.starts_there, v.pieces.table, v.pieces.factors
         x.replay.flush()
