@@ -15,7 +15,7 @@ from spartan.solvers.chunks.pieces import Piece, Reader, soft_mask
 
 PASSES = 12
 WINDOW = 4e-3  # of the threshold, up and down: where it is looked for, at first
-FEW = 1 << 21  # with more numbers in a window a search from nothing is faster
+FEW = 1 << 23  # with more numbers near a window a search from nothing is faster
 ROW = 64  # so many weights are passed over at once where none is near the threshold
 
 

@@ -84,8 +84,8 @@ class ChunkVectors(ChunkGradients):
         """The nearest numbers in [0, 1], one per unit, whose cost fits the budgets, in place."""
         if s.dtype != self.dtype:
             return super().within_budget(s)
-        unit, close = max(self.problem.unit_costs), 1e-2 * tolerance(self.dtype)
-        shifts = [Shift(k, close) for k in self.k]
+        unit, kind = max(self.problem.unit_costs), torch.finfo(self.dtype)
+        shifts = [Shift(k, 1e-1 * tolerance(self.dtype), kind.eps) for k in self.k]
         for _ in range(PASSES):
             pending = {i for i, shift in enumerate(shifts) if not shift.done}
             if not pending:
@@ -123,11 +123,12 @@ class ChunkVectors(ChunkGradients):
 class Shift:
     """The search for one shift v ≥ 0: bracketed Newton on Σ c·min(max(s − v·c, 0), 1) = k, as `clipping.within_budget`.
 
-    It ends where the sum is as close to k as it needs to be, or fits without a shift.
+    It ends where the sum is as close to k as it needs to be, fits without a shift, or v cannot be told from the next.
     """
 
     k: float
     close: float  # as a fraction of k
+    eps: float  # what v is rounded by, as a fraction of it
     v: float = 0.0
     low: float = 0.0
     high: float = 0.0
@@ -147,7 +148,7 @@ class Shift:
 
     def hear(self, cost: float, slope: float) -> None:
         """The sum at v, and how fast it falls there."""
-        excess = cost - self.k
+        excess, before = cost - self.k, self.v
         off = abs(excess)
         if off < self.least:
             self.best, self.least = self.v, off
@@ -162,3 +163,4 @@ class Shift:
         else:
             self.v = 0.5 * (self.low + self.high)
         self.last = off
+        self.done = self.done or abs(self.v - before) <= self.eps * self.v
