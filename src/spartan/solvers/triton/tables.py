@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,25 +92,31 @@ class Pieces:
             shares.append(len(rows))
         self.count, self.length, which = len(rows), length, [row[0] for row in rows]
         self.tensors = which  # of each piece, where the host can read it
-        self.shares = torch.tensor(shares, dtype=torch.int64).to(device)
-        self.table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).to(device)
-        of = torch.tensor([owners[i] for i in which], dtype=torch.int32)
-        self.segments = of.to(device) if segments > 1 else None  # nothing to look up
-        self.limits = torch.tensor(limits, dtype=torch.int64).to(device)
-        self.costs = torch.tensor([costs[i] for i in which], dtype=torch.float64).to(device)
-        self.prices = torch.tensor(prices, dtype=torch.float64).to(device)
+        self.shares = sent(shares, torch.int64, device)
+        self.table = sent(rows, torch.int64, device).reshape(-1, 4)
+        of = [owners[i] for i in which]
+        self.segments = sent(of, torch.int32, device) if segments > 1 else None  # nothing to look up
+        self.limits = sent(limits, torch.int64, device)
+        self.costs = sent([costs[i] for i in which], torch.float64, device)
+        self.prices = sent(prices, torch.float64, device)
         counted = sizes if whole is None else whole
         self.totals = [math.fsum(counted[i] * costs[i] for i in _of(owners, segment)) for segment in range(segments)]
         self.grids = [CostGrid(total) for total in self.totals]
         fine = [self.grids[owners[i]].split(costs[i])[1] for i in range(len(sizes))]
         self.fine_costs = self.fine_prices = None
         if any(fine):
-            self.fine_costs = torch.tensor([fine[i] for i in which], dtype=torch.float64).to(device)
+            self.fine_costs = sent([fine[i] for i in which], torch.float64, device)
             of_kind = [grid for grid, row in zip(self.grids, limits, strict=True) for _ in range(row[2], row[3])]
             each = [grid.split(price)[1] for grid, price in zip(of_kind, prices, strict=True)]
-            self.fine_prices = torch.tensor(each, dtype=torch.float64).to(device)
-        self.kinds = torch.tensor(kinds, dtype=torch.int32).to(device)
-        self.factors = torch.tensor([factors[i] for i in which], dtype=torch.float32).to(device)
+            self.fine_prices = sent(each, torch.float64, device)
+        self.kinds = sent(kinds, torch.int32, device)
+        self.factors = sent([factors[i] for i in which], torch.float32, device)
+
+
+def sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a device; from pinned memory the copy is queued, and the host goes on: tables may be made in a step."""
+    here = torch.tensor(numbers, dtype=dtype)
+    return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
 
 
 def _of(owners: Sequence[int], segment: int) -> list[int]:

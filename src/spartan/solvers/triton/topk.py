@@ -26,7 +26,7 @@ from spartan.solvers.triton.launch import DTYPES
 from spartan.solvers.triton.replay import Replay
 from spartan.solvers.triton.search import search
 from spartan.solvers.triton.state import BINS, States
-from spartan.solvers.triton.tables import Addresses, Pieces
+from spartan.solvers.triton.tables import Addresses, Pieces, sent
 from spartan.solvers.triton.weights import keep
 
 MOST_PASSES = 40  # two or three are the rule
@@ -76,7 +76,7 @@ class TopK:
         self.sums = torch.zeros(n, 4, dtype=torch.float64, device=device)
         self.arrived = torch.zeros(1, dtype=torch.int64, device=device)
         self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        self._starts_there = torch.tensor(self.starts, dtype=torch.int64).to(device)
+        self._starts_there = sent(self.starts, torch.int64, device)
         self.addresses = Addresses(device, fixed=replay is not None)
         self.replay = replay or Replay(device)
         self.states = self.known(segments, device)
@@ -194,7 +194,7 @@ class Limits:
         self._last: tuple[list[float], list[list[float]]] = [], []  # budgets do not change at every step
         each = zip(self.grids, self.totals, self.exact, self.cheapest, self.alike, strict=True)
         rows = [(grid.step, total, *x, slack(0.0, c, a), slack(1.0, 0.0, a)) for grid, total, x, c, a in each]
-        self._rows = torch.tensor(rows, dtype=torch.float64).to(device).unbind(1)
+        self._rows = sent(rows, torch.float64, device).unbind(1)
 
     def of_numbers(self, k: Sequence[float], beta: Sequence[float]) -> list[list[float]]:
         """From budgets that the host knows."""
