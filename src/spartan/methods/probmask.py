@@ -111,13 +111,7 @@ class ProbMask(Method):
 
     def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:
         """∂L/∂s, kept for `choose`: a step that a loss scaler skips must not count."""
-        beta, least = self.beta_at(solver.problem, at)[0], torch.finfo(solver.dtype).tiny
-
-        def grad(s: Tensor, m: Tensor, pull: Tensor) -> list[Tensor]:
-            spread = (s * (1.0 - s)).clamp_(min=least)  # where s is 0 or 1, so is m
-            return [(beta * m).mul_(1.0 - m).div_(spread).mul_(pull)]
-
-        solver.update(["grad"], grad, ["s", "m"], grads=grads)
+        solver.sample_gradient("s", "m", "grad", self.beta_at(solver.problem, at)[0], grads)
 
     def choose(self, solver: TorchSolver, at: Moment) -> None:
         """Update the probabilities if there is a gradient, project them, and sample a mask."""
@@ -125,31 +119,14 @@ class ProbMask(Method):
         if "grad" in units:
             self._adam(solver, at)
         units["s"] = solver.within_budget(units["s"])
-        beta, kind = self.beta_at(solver.problem, at)[0], torch.finfo(solver.dtype)
-        least, most = kind.tiny, 1.0 - 0.5 * kind.eps
-
-        def sample(s: Tensor, drawn: Tensor) -> list[Tensor]:
-            # Drawn within what float32 tells from 0 and 1. A certain unit stays certain, by itself: CPUs take a hundred
-            # times as long for the logarithm of 0.
-            open_s = s.clamp(least, most)
-            m = torch.logit(open_s).add_(torch.logit(drawn, 1e-7)).mul_(beta).sigmoid_()
-            return [torch.maximum(m.mul_(s.ceil()), s.floor())]
-
-        solver.update(["m"], sample, ["s"], at=at)
+        solver.sample("s", "m", self.beta_at(solver.problem, at)[0], at)
 
     def _adam(self, solver: TorchSolver, at: Moment) -> None:
         """s ← s − η_s · Adam(∂L/∂s)."""
-        numbers, rate = solver.state.numbers, self.score_lr_at(at)
-        numbers["updates"] = t = numbers["updates"] + 1
-
-        def adam(s: Tensor, mean: Tensor, square: Tensor, grad: Tensor) -> list[Tensor]:
-            mean = torch.lerp(mean, grad, 1.0 - BETA1)
-            square = torch.lerp(square, grad * grad, 1.0 - BETA2)
-            scale = (square / (1.0 - BETA2**t)).sqrt_().add_(EPS)
-            return [s - (mean / (1.0 - BETA1**t)).mul_(rate).div_(scale), mean, square]
-
-        solver.update(["s", "mean", "square"], adam, ["s", "mean", "square", "grad"])
-        del solver.state.per_unit["grad"]
+        numbers = solver.state.numbers
+        numbers["updates"] = numbers["updates"] + 1
+        names = "s", "mean", "square", "grad"
+        solver.adam(names, self.score_lr_at(at), (BETA1, BETA2), EPS, int(numbers["updates"]))
 
     def keep(self, solver: TorchSolver, at: Moment) -> Tensor:
         """The units of largest s; where it is 0 the larger weights come first, below every other unit."""

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from spartan.solvers.base import Grads
 from spartan.solvers.forms import KEPT, Form, Mask, PerSegment, Shifted, Where
-from spartan.solvers.masks import Masks
+from spartan.solvers.sampling import Sampling
 from spartan.solvers.units import masked, times
 
 
-class Gradients(Masks):
+class Gradients(Sampling):
     """The gradients of a part of the problem. A missing one counts as zero."""
 
     def turn(self, form: Form | None, grads: Grads) -> Grads:

@@ -1,7 +1,7 @@
 """Chooses what is kept, and makes the masks that methods declare, one entry per unit."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,13 +11,10 @@ from spartan.distributed import Ranks, sharded_dims
 from spartan.ops.parts import CostGrid
 from spartan.ops.soft_topk import Init
 from spartan.problem.problem import Problem
-from spartan.problem.schedules import Moment
-from spartan.solvers.base import Grads
-from spartan.solvers.clipping import within_budget
 from spartan.solvers.forms import Form, Mask, Shrunk, Stored
 from spartan.solvers.pools import Budgets, Pools
 from spartan.solvers.rows import Rows
-from spartan.solvers.units import Units, masked, random_units, send
+from spartan.solvers.units import Units, masked, send
 
 
 class Masks(Units):
@@ -120,32 +117,6 @@ class Masks(Units):
         if form.mask is Mask.SOFT:
             return self.pools.soft(self.ranks(form), self.dual)
         return self._shrunk(form.mask, kept) if isinstance(form.mask, Shrunk) else None
-
-    def random(self, at: Moment) -> Tensor:
-        """A random number in [0, 1) per unit, of this run and step, for what is drawn at every one; kernels draw others."""
-        return random_units(self, at)
-
-    def update(
-        self,
-        names: Sequence[str],
-        function: Callable[..., Sequence[Tensor]],
-        read: Sequence[str],
-        grads: Grads | None = None,
-        at: Moment | None = None,
-    ) -> None:
-        """What is kept per unit under these names ← f(what is kept or learned under others), entry by entry.
-
-        f is also given Σ g·θ of every unit where there are gradients, and a random number of each for a moment.
-        """
-        units, learned = self.state.per_unit, self.state.learned
-        given = [units[name] if name in units else learned[name].detach() for name in read]
-        given += [] if grads is None else [self.products(grads)]
-        given += [] if at is None else [self.random(at).to(self.dtype)]
-        units.update(zip(names, function(*given), strict=True))
-
-    def within_budget(self, s: Tensor) -> Tensor:
-        """The nearest numbers in [0, 1], one per unit, whose cost fits the budgets; s may be changed in place."""
-        return within_budget(self, s, self.k)
 
     def room_beside(self, mask: Tensor) -> Tensor:
         """What the budgets leave beside a mask, by segment: no more, where sums of costs round."""

@@ -72,3 +72,34 @@ def test_within_budget(kind: str, owners: list[int], prices: list[float]) -> Non
             found = fast.within_budget(s.clone())
             torch.testing.assert_close(found, plain.within_budget(s), rtol=0, atol=2e-6)
         assert bool(((found >= 0) & (found <= 1)).all())
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_samples_their_gradient_and_adam(channels_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem_module, "stands_by_memory", lambda target: True)  # as on a GPU
+    at, problem = Moment(1, 10, 0, 10, seed=3), problem_of(tensors(channels_last), owners=[0, 0, 1, 1])
+    fast, plain = build(TritonSolver, problem), build(TorchSolver, problem)
+    grads: list[Tensor | None] = [torch.randn_like(t.local) for t in problem.targets]
+    grads[2] = None
+    drawn = fast.random(at)
+    for x in (fast, plain):
+        torch.manual_seed(1)
+        s = torch.rand(x.count, device=x.device)
+        s[::7], s[3::11] = 0.0, 1.0  # certain units stay so
+        x.state.per_unit |= {"s": s, "mean": torch.randn_like(s), "square": torch.rand_like(s)}
+    plain.random = lambda at: drawn  # type: ignore[method-assign]  # kernels draw others than plain torch
+    for x in (fast, plain):
+        x.sample("s", "m", 2.5, at)
+        x.sample_gradient("s", "m", "grad", 2.5, grads)
+    for name in ("m", "grad"):
+        torch.testing.assert_close(fast.state.per_unit[name], plain.state.per_unit[name], rtol=1e-4, atol=1e-6)
+    certain = (fast.state.per_unit["s"] == 0) | (fast.state.per_unit["s"] == 1)
+    assert torch.equal(fast.state.per_unit["m"][certain], fast.state.per_unit["s"][certain])
+    before = fast.state.per_unit["s"]
+    kept = before.clone()
+    for x in (fast, plain):
+        x.adam(("s", "mean", "square", "grad"), 1e-2, (0.9, 0.999), 1e-8, 3)
+        assert "grad" not in x.state.per_unit
+    assert torch.equal(before, kept)  # a failed step goes back to it
+    for name in ("s", "mean", "square"):
+        torch.testing.assert_close(fast.state.per_unit[name], plain.state.per_unit[name], rtol=1e-4, atol=1e-6)

@@ -154,3 +154,68 @@ def shift_ranks(
         here = i + tl.arange(0, BLOCK)
         u = tl.abs(value_of(read(address, start, i, length, DTYPE, BLOCK), POWER)) * factor
         tl.store(to + here, u - shift, mask=here < length)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def sample(s, out, starts, table, orders, seed, beta, EDGE: tl.constexpr, BLOCK: tl.constexpr):
+    """sigmoid(β·(logit s + logit U)), U the numbers of `uniform`; where s is 0 or 1, that."""
+    piece = tl.program_id(0)
+    which, start, length, _ = row_of(table, piece)
+    first = tl.load(starts + which)
+    n = tl.load(orders + 2 * which)
+    m = tl.load(orders + 2 * which + 1)
+    for i in range(0, length, BLOCK):
+        here = start + i + tl.arange(0, BLOCK)
+        inside = i + tl.arange(0, BLOCK) < length
+        rest = here % (n * m)
+        u = tl.rand(seed, first + here - rest + (rest % n) * m + rest // n)
+        u = tl.minimum(tl.maximum(u, EDGE), 1.0 - EDGE)
+        chance = tl.load(s + first + here, mask=inside, other=0.0)
+        free = (chance > 0.0) & (chance < 1.0)
+        p = tl.where(free, chance, 0.5)
+        found = tl.sigmoid((tl.log(p / (1.0 - p)) + tl.log(u / (1.0 - u))) * beta)
+        tl.store(out + first + here, tl.where(free, found, chance), mask=inside)
+
+
+@triton.jit
+def sample_gradient(
+    grads, thetas, s, m, out, starts, table, beta,
+    POWER: tl.constexpr, GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """g·ψ · βm(1−m)/(s(1−s)) of every weight; 0 where there is no gradient, or s is 0 or 1."""
+    piece = tl.program_id(0)
+    which, start, length, _ = row_of(table, piece)
+    first = tl.load(starts + which) + start
+    grad = tl.load(grads + which)
+    theta = tl.load(thetas + which)
+    for i in range(0, length, BLOCK):
+        here = i + tl.arange(0, BLOCK)
+        inside = here < length
+        found = tl.zeros((BLOCK,), tl.float32)
+        if grad != 0:
+            pull = read(grad, start, i, length, GRAD, BLOCK).to(tl.float32)
+            pull *= value_of(read(theta, start, i, length, DTYPE, BLOCK), POWER)
+            chance = tl.load(s + first + here, mask=inside, other=0.0)
+            mask = tl.load(m + first + here, mask=inside, other=0.0)
+            spread = chance * (1.0 - chance)
+            found = tl.where(spread > 0.0, beta * mask * (1.0 - mask) / tl.where(spread > 0.0, spread, 1.0), 0.0) * pull
+        tl.store(out + first + here, found, mask=inside)
+
+
+@triton.jit
+def adam(
+    s, mean, square, grad, new_s, new_mean, new_square, n, rate, to_mean, to_square, fix_mean, fix_square, eps,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A step of Adam on a vector, into others; `to_mean` is 1 − β₁, `fix_mean` 1 − β₁ᵗ."""
+    here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = here < n
+    g = tl.load(grad + here, mask=inside, other=0.0)
+    u = tl.load(mean + here, mask=inside, other=0.0)
+    v = tl.load(square + here, mask=inside, other=0.0)
+    u += (g - u) * to_mean
+    v += (g * g - v) * to_square
+    tl.store(new_mean + here, u, mask=inside)
+    tl.store(new_square + here, v, mask=inside)
+    moved = u / fix_mean * rate / (tl.sqrt(v / fix_square) + eps)
+    tl.store(new_s + here, tl.load(s + here, mask=inside, other=0.0) - moved, mask=inside)

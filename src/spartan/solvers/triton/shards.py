@@ -29,6 +29,8 @@ from spartan.solvers.triton.vectors import KernelVectors
 class SharedVectors(KernelVectors):
     """Vectors of units in shards: what all processes must agree on is left to plain torch."""
 
+    draws_in_torch = True
+
     def random(self, at: Moment) -> Tensor:
         """A random number per unit: the same however many processes there are."""
         return TorchSolver.random(self, at)

@@ -1,5 +1,6 @@
 """Works on vectors of units by Triton kernels: random numbers, and numbers that are brought within a budget."""
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -7,6 +8,8 @@ from torch import Tensor
 
 from spartan.problem.schedules import Moment
 from spartan.solvers import clipping
+from spartan.solvers.base import Grads
+from spartan.solvers.sampling import EDGE
 from spartan.solvers.triton import drawing
 from spartan.solvers.triton.masks import KernelMasks
 from spartan.solvers.triton.tables import Addresses, Pieces
@@ -17,6 +20,8 @@ BLOCK = 2048
 
 class KernelVectors(KernelMasks):
     """What methods ask of vectors of units, without a launch per target."""
+
+    draws_in_torch = False  # where processes must draw the same
 
     @cached_property
     def _vectors(self) -> "Vectors":
@@ -29,14 +34,17 @@ class KernelVectors(KernelMasks):
 
     def random(self, at: Moment) -> Tensor:
         """A random number in [0, 1) per unit, of this run and step; others than those of plain torch."""
-        x, seed = self._vectors, hash((at.seed, at.step, self.problem.segments[0].index)) % (1 << 31)
+        x = self._vectors
         if x.orders is None:
             return super().random(at)
         found = torch.empty(self.count, dtype=torch.float32, device=self.device)
         drawing.uniform[(x.pieces.count,)](
-            found, x.starts_there, x.pieces.table, x.orders, seed, BLOCK=BLOCK, num_warps=8
+            found, x.starts_there, x.pieces.table, x.orders, self._seed(at), BLOCK=BLOCK, num_warps=8
         )
         return found
+
+    def _seed(self, at: Moment) -> int:
+        return hash((at.seed, at.step, self.problem.segments[0].index)) % (1 << 31)
 
     def shifted(self, name: str, u: Tensor | None = None) -> Tensor:
         """z = u − sigmoid(s) of every unit; where u is not given, from what other kernels make of θ."""
@@ -50,6 +58,41 @@ class KernelVectors(KernelMasks):
             drawing.shift_ranks, x.to_thetas.of(self._theta.views), *tables, pieces=v.pieces, POWER=self.power, DTYPE=x.dtype
         )  # fmt: skip
         return found
+
+    def sample(self, s: str, m: str, beta: float, at: Moment) -> None:
+        """m ← sigmoid(β·(logit s + logit U)), U those of `random`."""
+        units, v = self.state.per_unit, self._vectors
+        if v.orders is None or units[s].dtype != torch.float32 or self.draws_in_torch:
+            super().sample(s, m, beta, at)
+            return
+        found, tables = torch.empty_like(units[s]), (v.starts_there, v.pieces.table, v.orders, self._seed(at), beta)
+        drawing.sample[(v.pieces.count,)](units[s], found, *tables, EDGE=EDGE, BLOCK=BLOCK, num_warps=8)
+        units[m] = found
+
+    def sample_gradient(self, s: str, m: str, out: str, beta: float, grads: Grads) -> None:
+        """∂L/∂s of every unit where w = m·θ."""
+        units, x, v = self.state.per_unit, self.kernels, self._vectors
+        if not self.problem.pattern.single or units[s].dtype != torch.float32 or not x.readable(grads):
+            super().sample_gradient(s, m, out, beta, grads)
+            return
+        x.replay.flush()
+        units[out] = torch.empty_like(units[s])
+        tables = units[s], units[m], units[out], v.starts_there, v.pieces.table, beta
+        there = x.to_grads.of(grads), x.to_thetas.of(self._theta.views)
+        x.run(drawing.sample_gradient, *there, *tables, pieces=v.pieces, POWER=self.power, **x.kinds(grads))
+
+    def adam(self, names: Sequence[str], rate: float, betas: tuple[float, float], eps: float, t: int) -> None:
+        """Adam's t-th step, into tensors of its own: a failed step goes back to the old ones."""
+        units, (one, two) = self.state.per_unit, betas
+        old = [units[name] for name in names]
+        if any(vector.dtype != torch.float32 or not vector.is_contiguous() for vector in old):
+            super().adam(names, rate, betas, eps, t)
+            return
+        new = [torch.empty_like(vector) for vector in old[:3]]
+        numbers = self.count, rate, 1.0 - one, 1.0 - two, 1.0 - one**t, 1.0 - two**t, eps
+        drawing.adam[(-(-self.count // BLOCK),)](*old, *new, *numbers, BLOCK=BLOCK, num_warps=8)
+        units.update(zip(names, new, strict=False))
+        del units[names[3]]
 
     def within_budget(self, s: Tensor) -> Tensor:
         """The nearest numbers in [0, 1], one per unit, whose cost fits the budgets."""
