@@ -19,7 +19,7 @@ from spartan.solvers.choose import solver_for
 from spartan.solvers.forms import KEPT, VJP, Form, Mask
 from spartan.solvers.torch import TorchSolver
 from spartan.solvers.triton import nm
-from spartan.solvers.triton.rows import RowSolver
+from spartan.solvers.triton.rows import RowSolver, on_words
 from tests.solvers.building import build, problem_of, weights_of
 from tests.solvers.triton import DEVICE
 
@@ -98,7 +98,8 @@ def test_every_shape_and_order_of_memory(pattern: NM, beta: float | None) -> Non
 def test_words_of_16_bytes(skip: int) -> None:
     """Runs side by side are read by the word, unless a tensor begins within one."""
     thetas = [torch.randn(40 + skip, device=DEVICE)[skip:].view(5, 8) for _ in range(2)]
-    assert both(NM(2, 4), thetas)[1]._wide(thetas) == (skip != 1)
+    assert both(NM(2, 4), thetas)[1]._side_by_side
+    assert on_words(thetas) == (skip != 1)
     for beta in (None, 6.0):
         check(NM(2, 4), thetas, 2, beta)
     three = [torch.randn(4, 9, device=DEVICE)]
