@@ -103,7 +103,7 @@ def test_words_of_16_bytes(skip: int) -> None:
     for beta in (None, 6.0):
         check(NM(2, 4), thetas, 2, beta)
     three = [torch.randn(4, 9, device=DEVICE)]
-    assert not both(NM(2, 3), three)[1]._wide(three)
+    assert not both(NM(2, 3), three)[1]._side_by_side
 
 
 @pytest.mark.parametrize("beta", [None, 6.0])
