@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_step import as_in_the_middle
 from torch import nn
+from traffic import as_in_the_middle
 
 import spartan
 from spartan import Spartan, TopKAST
