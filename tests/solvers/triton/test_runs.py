@@ -217,8 +217,9 @@ def test_through_a_checkpoint(pattern: Pattern, steps: int) -> None:
         again.load_state_dict(state)
         pairs = list(zip(model.parameters(), other.parameters(), strict=True))
         apart = sum(int(((a == 0) != (b == 0)).sum()) for a, b in pairs)
-        # A unit of several weights is summed in another order by torch: the first that is not kept may come out above.
-        assert apart <= (0 if kernels == "triton" or steps == 5 else pattern.unit_size((16, 16)))
+        # On a GPU torch sums a unit of several weights in another order: the first that is not kept may come out above.
+        loose = kernels == "torch" and steps == 3 and not pattern.single and DEVICE.type == "cuda"
+        assert apart <= (pattern.unit_size((16, 16)) if loose else 0)
         for a, b in pairs:
             same = (a == 0) == (b == 0)
             torch.testing.assert_close(a[same], b[same], rtol=0 if kernels == "triton" else 1e-5, atol=0)
