@@ -146,6 +146,8 @@ class States:
 
     def tell(self, numbers: list[list[float]]) -> None:
         """Fill in what the host knows, `TOLD` numbers a segment, without waiting for the device."""
+        if numbers == self._told:
+            return
         told = self._told or [[]] * len(numbers)
         rows = [(s, row, was) for s, (row, was) in enumerate(zip(numbers, told, strict=True)) if row != was]
         changed = [(s, i) for s, row, was in rows for i, number in enumerate(row) if not was or was[i] != number]
