@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from spartan.distributed import fsdp_modules, is_dtensor, replicas, version
+from spartan.problem.problem import Problem
 from spartan.problem.targets import Target
 from spartan.solvers.base import there
 from spartan.solvers.theta import copy_all
@@ -234,6 +235,11 @@ class GradientState:
         if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
             return True
         return self._differentiable
+
+
+def grads_of(problem: Problem, whole: bool) -> list[Tensor | None]:
+    """What this process holds of the gradient of every target of a part; all of it, where none is in shards."""
+    return [t.parameter.grad if whole else t.local_grad for t in problem.targets]
 
 
 def _hook(me: "weakref.ref[GradientState]", kind: list[int], now: list[int], i: int) -> Callable[[Any], None]:

@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from spartan.distributed import fsdp_modules, is_dtensor, version
-from spartan.problem.problem import Problem
 from spartan.problem.targets import current, some_names
 from spartan.solvers.base import FINE
 from spartan.solvers.theta import copy_all
+from spartan.step.gradients import grads_of
 from spartan.step.weights import Weights, watched_parts
 
 OFTEN = 4  # steps between two looks at the flags of an accelerator
@@ -165,7 +165,7 @@ class Guard:
         if not self._waits:
             for part, mine in zip(self.weights.parts, self.weights.local(which), strict=True):
                 if mine:
-                    grads = self.grads_of(part.problem)
+                    grads = grads_of(part.problem, self.whole)
                     if len(mine) < len(grads):
                         some = set(mine)
                         grads = [grad if i in some else None for i, grad in enumerate(grads)]
@@ -177,12 +177,6 @@ class Guard:
                 f"the gradient of {self.targets[bad].name} holds NaN or infinite values at step {step}; nothing "
                 "was updated. Lower the learning rate, clip gradients, or use a GradScaler with float16."
             )
-
-    def grads_of(self, problem: Problem) -> list[Tensor | None]:
-        """What this process holds of the gradient of every target of a part."""
-        if self.whole:
-            return [target.parameter.grad for target in problem.targets]
-        return [target.local_grad for target in problem.targets]
 
     def updates(self, which: Sequence[int], step: int) -> None:
         """No NaN or infinite θ may be taken from the model."""

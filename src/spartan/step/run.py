@@ -15,7 +15,7 @@ from spartan.problem.schedules import Moment
 from spartan.solvers.theta import copy_all
 from spartan.solvers.torch import TorchSolver
 from spartan.step import look
-from spartan.step.gradients import GradientState
+from spartan.step.gradients import GradientState, grads_of
 from spartan.step.guard import Guard
 from spartan.step.weights import Weights
 
@@ -57,10 +57,10 @@ class Run:
         evaluate = None if closure is None else Evaluation(self, optimizer, mine, closure)
         if evaluate is None:
             self.turn(optimizer, mine)
-        else:
+        elif self.gradients.left_for_the_step():  # what processes have not added up yet cannot be turned
             self.check_model()
-            if not self.gradients.left_for_the_step():  # what processes have not added up yet cannot be turned
-                self._turn_fresh()  # some optimizers look at gradients before they ask for the loss
+        else:
+            self.backward()  # some optimizers look at gradients before they ask for the loss
         self.guard.compare()
         with torch.no_grad():
             try:
@@ -81,8 +81,7 @@ class Run:
 
     def turn(self, optimizer: Optimizer, mine: Sequence[int]) -> None:
         """Gradients for θ, with the method's decay."""
-        self.check_model()
-        self._turn_fresh()
+        self.backward()
         if self._decays:
             self._add_decay(mine, getattr(optimizer, "grad_scale", None))
 
@@ -106,18 +105,9 @@ class Run:
     # ------------------------------------------------------------------ gradients
 
     def backward(self) -> None:
-        """Turn the fresh gradients for w in `.grad` into gradients for θ, in place; missing ones count as zero.
-
-        Whether the model holds what was written into it, the step asks.
-        """
-        if self.gradients.unused >= UNUSED:
-            self.check_model()
-        else:
-            self.guard.same_tensors()
-        self._turn_fresh()
-
-    def _turn_fresh(self) -> None:
+        """Turn the fresh gradients for w in `.grad` into gradients for θ, in place; missing ones count as zero."""
         self.guard.check_join(self._ddp)
+        self.check_model()
         if not self.method.identity:
             self.gradients.turn_fresh(self._turn)
 
@@ -127,7 +117,7 @@ class Run:
         for part, form in self.weights.each(self.at):
             numbers, targets = part.problem.numbers, part.problem.targets
             if all(fresh):
-                grads = self.guard.grads_of(part.problem)
+                grads = grads_of(part.problem, self.guard.whole)
             else:
                 grads = [t.local_grad if fresh[n] else None for t, n in zip(targets, numbers, strict=True)]
             self._decays = self._decays or (form is not None and form.decay is not None)

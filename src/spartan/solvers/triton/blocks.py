@@ -18,7 +18,7 @@ from spartan.solvers.triton.reading import LONGEST, Reading
 from spartan.solvers.triton.single import TritonSolver
 from spartan.solvers.triton.state import States
 from spartan.solvers.triton.tables import Addresses, Pieces
-from spartan.solvers.triton.turning import plain
+from spartan.solvers.triton.turning import add_gradient, plain
 
 TILE = 2048  # entries that a program holds at once
 
@@ -202,8 +202,9 @@ class BlockSolver(TritonSolver):
         states, kinds = reading.states, x.kinds(grads)
         self._sum_products(grads, self._pulls)
         given = self._u, reading.ranks, self._pulls, self._taus, self._masks, p.table, p.segments, self._grids[0]
-        x.run(of_units.of_shifted, *given, p.factors, states.floats, states.ints, self._sums, pieces=p)
-        self.learn_shift(name)
+        rest = p.factors, states.floats, states.ints, self._sums
+        self.pull_on_shift(name, kinds, lambda: x.run(of_units.of_shifted, *given, *rest, pieces=p))
+        add_gradient(self.state.learned_per_target[name], self._on_shifts)
         tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), self._masks, self._pulls, p.table
         self._over_units(spread.bend, *tables, *self._grids, **kinds, **self._grain_of(x.to_grads, x.to_thetas))
 

@@ -14,25 +14,41 @@ MOST_V = tl.constexpr(2)
 BEST = tl.constexpr(3)  # the one that missed the budget least, and by how much
 MISSED = tl.constexpr(4)
 LAST = tl.constexpr(5)  # by how much the last one did
-KNOWN = tl.constexpr(6)
+DONE = tl.constexpr(6)  # whether another pass would change nothing
+KNOWN = tl.constexpr(7)
+
+
+@triton.jit
+def random_at(seed, first, start, i, n, m, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Random numbers of a block of a piece, by the place of units in row-major order, however the weights lie.
+
+    Memory has runs of n·m entries in which the row-major ones lie turned. Numbers of 64 bits take several times as long
+    to divide and to draw from: they are used where there are more units than others can count.
+    """
+    run = n * m
+    begins = start + i
+    turned = (begins % run).to(tl.int32) + tl.arange(0, BLOCK)  # from the run in which the block begins
+    rest = turned % run.to(tl.int32)
+    place = turned - rest + (rest % n.to(tl.int32)) * m.to(tl.int32) + rest // n.to(tl.int32)
+    before = first + begins - begins % run
+    if WIDE:
+        return tl.rand(seed, before + place)
+    else:
+        return tl.rand(seed, before.to(tl.int32) + place)
 
 
 @triton.jit(do_not_specialize=["seed"])
-def uniform(out, starts, table, orders, seed, BLOCK: tl.constexpr):
-    """A random number in [0, 1) per unit, by its place in row-major order, however the weights lie.
-
-    `orders` has two numbers per target, n and m: memory has runs of n·m entries in which the row-major ones lie turned.
-    """
+def uniform(out, starts, table, orders, seed, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """A random number in [0, 1) per unit; `orders` has n and m of every target."""
     piece = tl.program_id(0)
     which, start, length, _ = row_of(table, piece)
     first = tl.load(starts + which)
     n = tl.load(orders + 2 * which)
     m = tl.load(orders + 2 * which + 1)
     for i in range(0, length, BLOCK):
-        here = start + i + tl.arange(0, BLOCK)
-        rest = here % (n * m)
-        place = first + here - rest + (rest % n) * m + rest // n
-        tl.store(out + first + here, tl.rand(seed, place), mask=i + tl.arange(0, BLOCK) < length)
+        here = i + tl.arange(0, BLOCK)
+        u = random_at(seed, first, start, i, n, m, WIDE, BLOCK)
+        tl.store(out + first + start + here, u, mask=here < length)
 
 
 @triton.jit
@@ -65,15 +81,19 @@ def begin(limits, found, known, ROWS: tl.constexpr):
     tl.store(mine + BEST, 0.0)
     tl.store(mine + MISSED, float("inf"))
     tl.store(mine + LAST, float("inf"))
+    tl.store(mine + DONE, 0.0)
 
 
 @triton.jit
 def shifted(values, table, segments, costs, known, found, BLOCK: tl.constexpr):
     """Of every piece Σ min(max(s − v·c, 0), 1), and how many of these move with v."""
     piece = tl.program_id(0)
+    mine = known + segment_of(segments, piece) * KNOWN
+    if tl.load(mine + DONE) != 0.0:
+        return
     which, start, length, _ = row_of(table, piece)
     at = tl.load(values + which).to(tl.pointer_type(tl.float32)) + start
-    down = tl.load(known + segment_of(segments, piece) * KNOWN + V).to(tl.float32)
+    down = tl.load(mine + V).to(tl.float32)
     down = down * tl.load(costs + piece).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float64)
     moving = tl.zeros((BLOCK,), tl.int32)
@@ -91,6 +111,8 @@ def shifted(values, table, segments, costs, known, found, BLOCK: tl.constexpr):
 def step(limits, found, prices, costs, budgets, known, ROWS: tl.constexpr):
     """A bracketed Newton step on the piecewise linear Σ c·s(v) = k of every segment."""
     segment = tl.program_id(0)
+    if tl.load(known + segment * KNOWN + DONE) != 0.0:
+        return
     first = tl.load(limits + 6 * segment)
     last = tl.load(limits + 6 * segment + 1)
     sums = tl.zeros((ROWS,), tl.float64)
@@ -119,7 +141,10 @@ def step(limits, found, prices, costs, budgets, known, ROWS: tl.constexpr):
     fast = (moved > low) & (moved < high) & (off < 0.5 * tl.load(mine + LAST))
     tl.store(mine + LEAST_V, low)
     tl.store(mine + MOST_V, high)
-    tl.store(mine + V, tl.where(fast, moved, 0.5 * (low + high)))
+    following = tl.where(fast, moved, 0.5 * (low + high))
+    # Passes go by v in float32: where that stays, so does what they find.
+    tl.store(mine + DONE, tl.where((off == 0.0) | (following.to(tl.float32) == v.to(tl.float32)), 1.0, 0.0))
+    tl.store(mine + V, following)
     tl.store(mine + LAST, off)
 
 
@@ -157,7 +182,7 @@ def shift_ranks(
 
 
 @triton.jit(do_not_specialize=["seed"])
-def sample(s, out, starts, table, orders, seed, beta, EDGE: tl.constexpr, BLOCK: tl.constexpr):
+def sample(s, out, starts, table, orders, seed, beta, EDGE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """sigmoid(β·(logit s + logit U)), U the numbers of `uniform`; where s is 0 or 1, that."""
     piece = tl.program_id(0)
     which, start, length, _ = row_of(table, piece)
@@ -165,16 +190,14 @@ def sample(s, out, starts, table, orders, seed, beta, EDGE: tl.constexpr, BLOCK:
     n = tl.load(orders + 2 * which)
     m = tl.load(orders + 2 * which + 1)
     for i in range(0, length, BLOCK):
-        here = start + i + tl.arange(0, BLOCK)
-        inside = i + tl.arange(0, BLOCK) < length
-        rest = here % (n * m)
-        u = tl.rand(seed, first + here - rest + (rest % n) * m + rest // n)
-        u = tl.minimum(tl.maximum(u, EDGE), 1.0 - EDGE)
-        chance = tl.load(s + first + here, mask=inside, other=0.0)
+        here = i + tl.arange(0, BLOCK)
+        inside = here < length
+        u = tl.minimum(tl.maximum(random_at(seed, first, start, i, n, m, WIDE, BLOCK), EDGE), 1.0 - EDGE)
+        chance = tl.load(s + first + start + here, mask=inside, other=0.0)
         free = (chance > 0.0) & (chance < 1.0)
         p = tl.where(free, chance, 0.5)
         found = tl.sigmoid((tl.log(p / (1.0 - p)) + tl.log(u / (1.0 - u))) * beta)
-        tl.store(out + first + here, tl.where(free, found, chance), mask=inside)
+        tl.store(out + first + start + here, tl.where(free, found, chance), mask=inside)
 
 
 @triton.jit

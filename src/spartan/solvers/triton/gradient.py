@@ -290,8 +290,8 @@ def pull_on_shift(
 
 
 @triton.jit
-def learn_shift(sums, stretches, shifts, learned, ADD: tl.constexpr, ROWS: tl.constexpr):
-    """∂L/∂s of every target, from its pieces, through sigmoid(s); into the gradient of s, or added to it."""
+def learn_shift(sums, stretches, shifts, found, ROWS: tl.constexpr):
+    """∂L/∂s of every target, from its pieces, through sigmoid(s)."""
     target = tl.program_id(0)
     first = tl.load(stretches + 2 * target)
     last = tl.load(stretches + 2 * target + 1)
@@ -300,10 +300,7 @@ def learn_shift(sums, stretches, shifts, learned, ADD: tl.constexpr, ROWS: tl.co
         row = first + i + tl.arange(0, ROWS)
         total += tl.load(sums + 4 * row, mask=row < last, other=0.0)
     shift = tl.sigmoid(tl.load(shifts + target).to(tl.float32))
-    pull = tl.sum(total).to(tl.float32) * (shift * (1.0 - shift))
-    if ADD:
-        pull += tl.load(learned + target)
-    tl.store(learned + target, pull)
+    tl.store(found + target, tl.sum(total).to(tl.float32) * (shift * (1.0 - shift)))
 
 
 @triton.jit

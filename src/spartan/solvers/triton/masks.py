@@ -88,7 +88,7 @@ class KernelMasks(KernelTheta):
     ) -> None:
         """The thresholds of the largest magnitudes, and with a β the soft masks: one launch for all segments."""
         if shifted is not None:
-            ranks = self.shifted(shifted)
+            ranks = self.ranks_to_search(shifted)
         seen = self.power == 1.0 or self.problem.pattern.single  # kernels of larger units know θ itself only
         self._mine, self._by_learned = ranks is None and learned is None and seen, None
         self._saved, self._by_torch = None, False
@@ -106,6 +106,10 @@ class KernelMasks(KernelTheta):
             topk = self.topk_of("ranks")
             topk.cold = topk.cold or beta is not None  # where a soft mask comes to lie depends on where it began
             self._solve_by(topk, values.contiguous(), k, beta)
+
+    def ranks_to_search(self, name: str) -> Tensor:
+        """Ranks shifted by what is learned under this name, which stay as they are until the next search."""
+        return self.shifted(name)
 
     def _solve_by(self, topk: TopK, values: Any, k: Budgets, beta: Sequence[float] | None, power: float = 1.0) -> None:
         topk.solve(values, k, beta, power)

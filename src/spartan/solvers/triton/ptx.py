@@ -16,31 +16,23 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOGISTIC = tl.constexpr("ex2.approx.ftz.f32 $0, $1; add.ftz.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0;")
 
 # Four places at a time: most threads have none within the span, and are done when they know the least of theirs. Where
-# millions of keys are equal, additions to one bin would wait for each other: if a thread's four fall into the same one,
-# the first thread of a warp adds for all threads whose four do.
-_PACK = 4
+# millions of keys are equal, additions to one bin would wait for each other: the first thread of a warp adds for all
+# threads that have the same bin. That takes a while, so it is done where several have one within the span.
+_PACK, _SEVERAL = 4, 4
 _OUT, _PLACE, _SPAN, _SHIFT, _COUNTS = (range(i * _PACK, (i + 1) * _PACK) for i in range(5))
-_FIRST, _SPANNED, _SHIFTED, _BINS = (f"${numbers[0]}" for numbers in (_PLACE, _SPAN, _SHIFT, _COUNTS))
 _LEAST = "".join(f"min.u32 t, t, ${i}; " for i in _PLACE[1:])
-_ALIKE = f"setp.le.u32 q, {_FIRST}, {_SPANNED}; shr.u32 t, {_FIRST}, {_SHIFTED}; " + "".join(
-    f"setp.le.and.u32 q, ${i}, {_SPANNED}, q; shr.u32 m, ${i}, {_SHIFTED}; setp.eq.and.u32 q, m, t, q; "
-    for i in _PLACE[1:]
-)
-_FOR_ALL = (
-    "activemask.b32 m; match.any.sync.b32 m, t, m; mov.u32 n, %lanemask_lt; and.b32 n, n, m; setp.ne.u32 p, n, 0; "
-    f"@p bra NONE; popc.b32 n, m; mul.lo.u32 n, n, {_PACK}; mad.wide.u32 a, t, 4, {_BINS}; "
-    "red.relaxed.gpu.global.add.u32 [a], n; bra NONE; "
-)
 _EACH = "".join(
-    f"setp.le.u32 p, ${i}, {_SPANNED}; shr.u32 t, ${i}, {_SHIFTED}; mad.wide.u32 a, t, 4, {_BINS}; "
-    "@p red.relaxed.gpu.global.add.u32 [a], 1; "
+    f"setp.le.u32 p, ${i}, ${_SPAN[0]}; shr.u32 t, ${i}, ${_SHIFT[0]}; mad.wide.u32 a, t, 4, ${_COUNTS[0]}; mov.b32 n, 1; "
+    f"vote.sync.ballot.b32 m, p, w; popc.b32 l, m; setp.lt.u32 q, l, {_SEVERAL}; @q bra ADD{i}; "
+    "match.any.sync.b32 l, t, w; and.b32 m, m, l; popc.b32 n, m; mov.u32 l, %lanemask_lt; and.b32 l, l, m; "
+    f"setp.eq.and.u32 p, l, 0, p; ADD{i}: @p red.relaxed.gpu.global.add.u32 [a], n; "
     for i in _PLACE
 )
 PACK = tl.constexpr(_PACK)
 COUNT = tl.constexpr(
-    "{ .reg .pred p; .reg .pred q; .reg .b32 t; .reg .b32 m; .reg .b32 n; .reg .b64 a; "
-    f"mov.b32 t, {_FIRST}; {_LEAST}setp.gt.u32 p, t, {_SPANNED}; @p bra NONE; {_ALIKE}@!q bra EACH; {_FOR_ALL}"
-    f"EACH: {_EACH}NONE: {''.join(f'mov.b32 ${i}, 0; ' for i in _OUT)}}}"
+    "{ .reg .pred p; .reg .pred q; .reg .b32 t; .reg .b32 w; .reg .b32 m; .reg .b32 n; .reg .b32 l; .reg .b64 a; "
+    f"mov.b32 t, ${_PLACE[0]}; {_LEAST}setp.gt.u32 p, t, ${_SPAN[0]}; @p bra NONE; activemask.b32 w; {_EACH}"
+    f"NONE: {''.join(f'mov.b32 ${i}, 0; ' for i in _OUT)}}}"
 )
 COUNT_TYPES = tl.constexpr(",".join(["=r"] * _PACK + ["r"] * 3 * _PACK + ["l"] * _PACK))
 

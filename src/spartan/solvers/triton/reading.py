@@ -93,7 +93,7 @@ class FormReader(KernelVectors):
         if self._saved is not None:
             self._go_on_with(topk, *self._saved)
             self._saved = None
-            topk.addresses.along(self.shifted(name), topk.starts)
+            topk.addresses.along(self.ranks_to_search(name), topk.starts)
         return (
             Reading(weights.ABOVE, topk.addresses.table, None, topk.states)
             if self.a is topk.states.selection()

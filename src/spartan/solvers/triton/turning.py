@@ -36,6 +36,8 @@ class KernelGradients(FormReader):
         # What masks are shrunk by, and what of each piece is just below its threshold.
         self._taus = torch.zeros(n, dtype=torch.float64, device=self.device)
         self._found = torch.zeros(self.ranked.count, dtype=torch.float32, device=self.device)
+        # The gradient of what shifts the ranks of each target.
+        self._on_shifts = torch.zeros(len(self.problem.targets), dtype=torch.float32, device=self.device)
         stretches = [(0, 0)] * len(self.problem.targets)  # from where to where the pieces of each target are
         for piece, i in enumerate(self.ranked.tensors):
             stretches[i] = stretches[i][0] if stretches[i][1] else piece, piece + 1
@@ -116,19 +118,25 @@ class KernelGradients(FormReader):
         assert reading is not None
         states, kinds = reading.states, self._kinds(grads)
         tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), reading.ranks, self._taus, p.table, p.segments
-        x.run(gradient.pull_on_shift, *tables, p.factors, states.floats, states.ints, self._sums, pieces=p, **kinds)
-        self.learn_shift(name)
-        self._where_or_decay(form, KEPT, grads, self._factors_there, None, False)
+        rest = p.factors, states.floats, states.ints, self._sums
+        x.replay.hold()  # to run it all as one
+        try:
+            self.pull_on_shift(name, kinds, lambda: x.run(gradient.pull_on_shift, *tables, *rest, pieces=p, **kinds))
+            self._where_or_decay(form, KEPT, grads, self._factors_there, None, False)
+        finally:
+            x.replay.release()
+        add_gradient(self.state.learned_per_target[name], self._on_shifts)
 
-    def learn_shift(self, name: str) -> None:
-        """The gradient of what shifts the ranks of each target, from the sums of its pieces."""
-        parameter = self.state.learned_per_target[name]
-        add = parameter.grad is not None
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
-        gradient.learn_shift[(len(parameter),)](
-            self._sums, self._stretches, parameter.detach(), parameter.grad, ADD=add, ROWS=512, num_warps=4
-        )
+    def pull_on_shift(self, name: str, kinds: Mapping[str, Any], pull: Launch) -> None:
+        """Launch what sums over pieces, then the gradient of what shifts the ranks of each target, from these."""
+        shifts = self.state.learned_per_target[name].detach()
+        tables = self._sums, self._stretches, shifts, self._on_shifts
+
+        def launch() -> None:
+            pull()
+            gradient.learn_shift[(len(shifts),)](*tables, ROWS=512, num_warps=4)
+
+        self.kernels.replay(("on shift", shifts.data_ptr(), *plain(kinds)), launch)
 
     def where(self, form: Form, grads: Grads) -> None:
         """Factors on A, on B∖A and on the rest, in place."""
@@ -214,6 +222,14 @@ class KernelGradients(FormReader):
     def _kinds(self, grads: Grads) -> dict[str, Any]:
         """The power of θ that methods see, and the types of gradients and θ."""
         return {"POWER": self.power, **self.kernels.kinds(grads)}
+
+
+def add_gradient(parameter: Tensor, more: Tensor) -> None:
+    """Add to the gradient of what is learned."""
+    if parameter.grad is None:
+        parameter.grad = more.clone()
+    else:
+        parameter.grad.add_(more)
 
 
 def each(number: PerSegment, segment: int) -> float:

@@ -1,6 +1,6 @@
 """Works on vectors of units by Triton kernels: random numbers, and numbers that are brought within a budget."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -39,7 +39,7 @@ class KernelVectors(KernelMasks):
             return super().random(at)
         found = torch.empty(self.count, dtype=torch.float32, device=self.device)
         drawing.uniform[(x.pieces.count,)](
-            found, x.starts_there, x.pieces.table, x.orders, self._seed(at), BLOCK=BLOCK, num_warps=8
+            found, x.starts_there, x.pieces.table, x.orders, self._seed(at), WIDE=x.wide, BLOCK=BLOCK, num_warps=8
         )
         return found
 
@@ -51,13 +51,24 @@ class KernelVectors(KernelMasks):
         shifts = self.state.learned_per_target[name].detach()
         if u is not None or not self.problem.pattern.single or shifts.dtype != torch.float32:
             return super().shifted(name, u)
-        x, v, found = self.kernels, self._vectors, torch.empty(self.count, dtype=torch.float32, device=self.device)
-        tables = shifts, found, v.starts_there, v.pieces.table, v.pieces.factors
-        x.replay.flush()
-        x.run(
-            drawing.shift_ranks, x.to_thetas.of(self._theta.views), *tables, pieces=v.pieces, POWER=self.power, DTYPE=x.dtype
-        )  # fmt: skip
+        found = torch.empty(self.count, dtype=torch.float32, device=self.device)
+        self.kernels.replay.flush()
+        self._launch_shift(shifts, found)()
         return found
+
+    def ranks_to_search(self, name: str) -> Tensor:
+        """The same where they stay until the next search: in one place, so that launches are replayed."""
+        shifts = self.state.learned_per_target[name].detach()
+        if not self.problem.pattern.single or shifts.dtype != torch.float32:
+            return self.shifted(name)
+        self.kernels.replay(("shift", shifts.data_ptr()), self._launch_shift(shifts, self._vectors.shifted))
+        self.kernels.replay.flush()  # the search does not wait
+        return self._vectors.shifted
+
+    def _launch_shift(self, shifts: Tensor, to: Tensor) -> Callable[[], None]:
+        x, v = self.kernels, self._vectors
+        tables = x.to_thetas.of(self._theta.views), shifts, to, v.starts_there, v.pieces.table, v.pieces.factors
+        return lambda: x.run(drawing.shift_ranks, *tables, pieces=v.pieces, POWER=self.power, DTYPE=x.dtype)
 
     def sample(self, s: str, m: str, beta: float, at: Moment) -> None:
         """m ← sigmoid(β·(logit s + logit U)), U those of `random`."""
@@ -66,7 +77,8 @@ class KernelVectors(KernelMasks):
             super().sample(s, m, beta, at)
             return
         found, tables = torch.empty_like(units[s]), (v.starts_there, v.pieces.table, v.orders, self._seed(at), beta)
-        drawing.sample[(v.pieces.count,)](units[s], found, *tables, EDGE=EDGE, BLOCK=BLOCK, num_warps=8)
+        kinds = {"EDGE": EDGE, "WIDE": v.wide, "BLOCK": BLOCK, "num_warps": 8}
+        drawing.sample[(v.pieces.count,)](units[s], found, *tables, **kinds)
         units[m] = found
 
     def sample_gradient(self, s: str, m: str, out: str, beta: float, grads: Grads) -> None:
@@ -110,13 +122,19 @@ class Vectors:
         self.pieces = Pieces(problem.units, problem.unit_costs, problem.factors, device, **many)  # type: ignore[arg-type]
         self.starts = [here.start for here in problem.slices]
         self.starts_there = torch.tensor(self.starts, dtype=torch.int64).to(device)
-        self.orders = self._orders(solver)
+        self.orders, self.wide = self._orders(solver), solver.count >= 1 << 31
         self._relative = self.pieces.costs / max(problem.unit_costs)
         self._found = torch.zeros(self.pieces.count, 2, dtype=torch.float64, device=device)
         self._known = torch.zeros(len(problem.segments), drawing.KNOWN.value, dtype=torch.float64, device=device)
         self._budgets = torch.zeros(len(problem.segments), dtype=torch.float64, device=device)
         self._told: list[float] = []
+        self._count = solver.count
         self._from, self._to, self._replay = Addresses(device), Addresses(device), solver.kernels.replay
+
+    @cached_property
+    def shifted(self) -> Tensor:
+        """Room for ranks."""
+        return torch.empty(self._count, dtype=torch.float32, device=self._found.device)
 
     def _orders(self, solver: KernelMasks) -> Tensor | None:
         """How units lie in memory; None where that is neither in row-major order nor with the channels last."""
