@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from spartan.gpt import GPT
 from spartan.wording import nearest, one_line
 
-Shape = tuple[int, int, int]
+Shape = tuple[int, ...]  # of an image: channels, height, width; of text: how many tokens
 WRN = re.compile(r"wrn-(\d{1,99})-(\d{1,99})")
 
 
@@ -28,10 +29,10 @@ def build_model(
     """The model of this name, its weights drawn from torch's global RNG; ValueError that says why there is none.
 
     Args:
-        name: digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, torchvision/NAME, timm/NAME, or module:function.
+        name: digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, gpt, torchvision/NAME, timm/NAME, or module:function.
         classes: how many scores it gives an image.
-        shape: of an image: channels, height, width.
-        arguments: for the constructor of torchvision or timm, or for the function.
+        shape: of an image: channels, height, width; of text: how many tokens.
+        arguments: for gpt, for the constructor of torchvision or timm, or for the function.
         source: what the shape is from, for the error message where it does not suit the model.
 
     Example:
@@ -46,10 +47,16 @@ def build_model(
         return _timm_model(inner, classes, shape, arguments)
     if ":" in name:
         return _users_model(name, {"classes": classes, **arguments})
+    if name == "gpt":
+        if len(shape) != 1:
+            raise ValueError(f"model: gpt takes sequences of tokens, and {source} has examples of shape {tuple(shape)}")
+        return _call(GPT, name, {"classes": classes, "context": shape[0]}, arguments)
+    if len(shape) != 3:
+        raise ValueError(f"model: {name} takes images, and {source} has sequences of tokens; gpt takes these")
     wrn, ours = WRN.fullmatch(name), {"digits-cnn": digits_cnn, "resnet18-cifar": resnet18_cifar}
     if name not in ours and wrn is None:
-        known = [*ours, "wrn-22-2", "torchvision/resnet50", "timm/vit_small_patch16_224"]
-        accepted = "digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, torchvision/NAME, timm/NAME, module:function"
+        known = [*ours, "gpt", "wrn-22-2", "torchvision/resnet50", "timm/vit_small_patch16_224"]
+        accepted = "digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, gpt, torchvision/NAME, timm/NAME, module:function"
         raise ValueError(f"model: {name!r} is unknown{nearest(name, known)}; accepted: {accepted}")
     if arguments:
         raise ValueError(f"model_args: {', '.join(arguments)}: {name} takes no arguments")

@@ -34,7 +34,7 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class Answers:
-    """What both models say about the same test images."""
+    """What both models say about the same test images, or after the same bytes."""
 
     images: int
     of: int
@@ -42,6 +42,7 @@ class Answers:
     after: float
     same: int
     gap: float
+    task: str = "images"
 
 
 @dataclass
@@ -130,18 +131,20 @@ def measure(runs: Mapping[str, Call], x: Tensor, seconds: float = 1.0, rounds: i
 @torch.inference_mode()
 def compare(model: nn.Module, fast: nn.Module, data: Data, images: int, tell: Tell) -> Answers:
     """Both models' answers on a data set's first test images."""
-    seen = before = after = same = 0
+    seen = answers = before = after = same = 0
     gap, total = 0.0, min(images, data.test_size)
     for x, y in data.test():
         x, y = x[: total - seen], y[: total - seen]
         if not len(y):
             break
         dense, ours = model(x), fast(x)
-        a, b = dense.argmax(1), ours.argmax(1)
+        a, b = dense.argmax(-1), ours.argmax(-1)  # of text, at every position
         before, after, same = before + int((a == y).sum()), after + int((b == y).sum()), same + int((a == b).sum())
         gap, seen = max(gap, float((dense - ours).abs().max())), seen + len(y)
-        tell(f"comparing answers: {seen:,} of {total:,} images")
-    return Answers(seen, data.test_size, before / seen, after / seen, same, gap)
+        answers += y.numel()
+        tell(f"comparing answers: {seen:,} of {total:,} {data.unit}")
+    each = answers // seen
+    return Answers(answers, data.test_size * each, before / answers, after / answers, same, gap, data.task)
 
 
 def _rivals(model: nn.Module, x: Tensor, names: Sequence[str], folder: Path, tell: Tell) -> dict[str, Call]:

@@ -26,6 +26,59 @@ FIGURES = [
 
 
 @dataclass(frozen=True)
+class Measure:
+    """What runs on some kind of data are compared by.
+
+    Args:
+        key: in a summary, and in the records of epochs.
+        name: for people.
+        percent: whether it is a fraction, shown in percent.
+        lower: whether less is better.
+        unit: what examples are called.
+    """
+
+    key: str
+    name: str
+    percent: bool
+    lower: bool
+    unit: str
+
+    @property
+    def label(self) -> str:
+        """The name, with its unit and, where less is better, that."""
+        return f"{self.name} (%)" if self.percent else f"{self.name} (lower is better)" if self.lower else self.name
+
+    @property
+    def heading(self) -> str:
+        """The name, short, over a column of numbers."""
+        return f"{self.name} %" if self.percent else self.name
+
+    @property
+    def digits(self) -> int:
+        """Decimal places that tell runs apart."""
+        return 2 if self.percent else 4
+
+    def scaled(self, value: Any) -> float | None:
+        """The value as it is shown: a percentage, or itself; None where it is no number."""
+        found = number(value)
+        return found if found is None or not self.percent else 100 * found
+
+    def text(self, value: Any) -> str:
+        """The value for people; a dash where it is none."""
+        found = self.scaled(value)
+        return "–" if found is None else f"{found:.{self.digits}f}" + "%" * self.percent
+
+
+TOP1 = Measure("top1", "top-1", percent=True, lower=False, unit="images")
+BITS = Measure("bits_per_byte", "bits per byte", percent=False, lower=True, unit="sequences")
+
+
+def measure_of(record: Mapping[str, Any]) -> Measure:
+    """What a summary, or the record of an epoch, is compared by."""
+    return BITS if BITS.key in record else TOP1
+
+
+@dataclass(frozen=True)
 class RunFolder:
     """The files of one run, each read when it is first asked for. A run is finished if and only if it has a summary.
 
@@ -102,6 +155,12 @@ class RunFolder:
     def method(self) -> str:
         """The method's name."""
         return str(self.recipe.get("method", "spartan"))
+
+    @property
+    def measure(self) -> Measure:
+        """What the run is compared by."""
+        data = self.recipe.get("data")
+        return BITS if isinstance(data, dict) and data.get("source") == "text" else TOP1
 
     @property
     def dense(self) -> bool:
@@ -242,15 +301,17 @@ def epochs_done(folder: Path) -> int:
 
 def result_line(summary: Mapping[str, Any]) -> str:
     """A run's result in half a line."""
-    formats = {"top1": ".2%", "achieved_sparsity": ".2%", "nonzero": ",", "seconds": ".1f"}
+    formats, by = {"achieved_sparsity": ".2%", "nonzero": ",", "seconds": ".1f"}, measure_of(summary)
     found = {k: "–" if number(summary[k]) is None else format(summary[k], how) for k, how in formats.items()}
-    return "top-1 {top1}, sparsity {achieved_sparsity}, {nonzero} nonzero weights, {seconds} s".format(**found)
+    rest = "sparsity {achieved_sparsity}, {nonzero} nonzero weights, {seconds} s".format(**found)
+    return f"{by.name} {by.text(summary[by.key])}, {rest}"
 
 
 def data_name(config: Config) -> str:
     """The data set in a word: its source and, where that alone does not say, the name of its file or folder."""
     source, path = config.data.source, config.data.path
-    return f"{source}:{Path(path).stem}" if path and source in ("npz", "imagefolder", "webdataset") else source
+    files = ("npz", "imagefolder", "webdataset", "text")
+    return f"{source}:{Path(path).stem}" if path and source in files else source
 
 
 def never_sparse(method: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
+from spartan.app.runs import measure_of
 from spartan.wording import aligned
 
 
@@ -82,11 +83,11 @@ class ProgressBar:
 
 
 class Display(ProgressBar):
-    """A progress bar with loss, accuracy, density, β and the time left; quiet under CI or a pipe."""
+    """A progress bar with loss, score, density, β and the time left; quiet under CI or a pipe."""
 
     def __init__(self, epochs: int, total_steps: int, quiet: bool) -> None:
         self._epochs, self._total, self._quiet = epochs, total_steps, quiet
-        self._accuracy, self._drawn = "", 0.0
+        self._score, self._drawn = "", 0.0
         shown = not quiet and not is_plain()
         super().__init__(shown, "starting", total_steps, ("MofNCompleteColumn", "TimeRemainingColumn"))
 
@@ -96,17 +97,18 @@ class Display(ProgressBar):
             return
         self._drawn, now = time.monotonic(), progress()
         beta = f" β {now['beta']:.3g}" if now["beta"] is not None else ""
-        text = f"loss {loss:.3f}{self._accuracy} density {now['target_density']:.2%}{beta}"
+        text = f"loss {loss:.3f}{self._score} density {now['target_density']:.2%}{beta}"
         self._bar.update(self._task, completed=step, description=text)
 
     def epoch(self, record: dict[str, Any]) -> None:
         """An epoch is done."""
-        self._accuracy = f" top-1 {record['top1']:.2%}"
+        by = measure_of(record)
+        self._score = f" {by.name} {by.text(record[by.key])}"
         if self._bar is None and not self._quiet:
             beta = f"  β {record['beta']:.3g}" if record["beta"] is not None else ""
             print(
                 f"epoch {record['epoch']}/{self._epochs}  loss {record['train_loss']:.4f}  "
-                f"test loss {record['test_loss']:.4f}  top-1 {record['top1']:.2%}  density {record['density']:.3%}{beta}  "
-                f"{record['images_per_s']:.0f} images/s",
+                f"test loss {record['test_loss']:.4f} {self._score}  density {record['density']:.3%}{beta}  "
+                f"{record['images_per_s']:.0f} {by.unit}/s",
                 flush=True,
             )

@@ -46,10 +46,11 @@ class Trained:
         return 1.0 - sum(int(t.count_nonzero()) for t in weights) / max(1, sum(t.numel() for t in weights))
 
     def noise(self, batch: int) -> Tensor:
-        """Inputs of the right shape."""
-        return torch.randn(
-            batch, *self.reference.get("shape", (3, 224, 224)), generator=torch.Generator().manual_seed(0)
-        )
+        """Inputs of the right shape: images, or sequences of tokens."""
+        shape, generator = self.reference.get("shape", (3, 224, 224)), torch.Generator().manual_seed(0)
+        if len(shape) == 1:
+            return torch.randint(self.reference.get("classes", 256), (batch, *shape), generator=generator)
+        return torch.randn(batch, *shape, generator=generator)
 
 
 def find_trained(target: Path, recipe: str | None = None, sets: Sequence[str] = ()) -> Trained:

@@ -187,8 +187,9 @@ def _print_result(result: measuring.Result) -> None:
     print_table(["", "bytes", *(f"batch {n}" for n in batches), "top-1" if answers else ""], rows)
     if answers is not None:
         part = "" if answers.images == answers.of else f" (of {answers.of:,})"
+        what = "bytes of the test data" if answers.task == "text" else "test images"
         typer.echo(
-            f"\nthe same answer on {answers.same:,} of {answers.images:,} test images{part}; "
+            f"\nthe same answer on {answers.same:,} of {answers.images:,} {what}{part}; "
             f"scores differ by {answers.gap:.1e} at most"
         )
     typer.echo(

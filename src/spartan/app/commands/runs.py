@@ -13,7 +13,7 @@ import spartan
 from spartan.app.commands import Sets, Target
 from spartan.app.report import compare as tables
 from spartan.app.report.page import write_report
-from spartan.app.runs import data_name, find_runs, number, read_run, result_line
+from spartan.app.runs import BITS, data_name, find_runs, number, read_run, result_line
 from spartan.app.terminal import is_plain, print_table
 from spartan.app.train import loop
 from spartan.app.train.config import Config, RecipeError, load_recipe, recipe_names, to_yaml
@@ -64,6 +64,7 @@ def train(
     \b
     spartan train                                        the digits recipe
     spartan train cifar10-wrn22 --set sparsity=.98 --set seed=1
+    spartan train bytes-gpt --set size=tiny              a language model, in a minute on a CPU
     spartan train digits --set method=imp --set optimizer.lr=0.05 --out runs/imp
     spartan train digits --set 'method_args={beta: [1, 20]}'
     spartan train resnet50-imagenet --show > mine.yaml   every key, to edit; then: spartan train mine.yaml
@@ -165,7 +166,7 @@ def evaluate(
     ] = None,
     sets: Sets = None,
 ) -> None:
-    """Measure a trained model on its test images.
+    """Measure a trained model on its test data.
 
     \b
     spartan evaluate runs/imp
@@ -184,6 +185,8 @@ def evaluate(
         zeros = {name: zeros[name] for name in counted}
         total, which = int(summary["parameters"]), "counted weights"
     nonzero = total - sum(zeros.values())
+    if BITS.key in scores:
+        typer.echo(f"bits      {scores[BITS.key]:.4f} per byte")
     typer.echo(f"top-1     {scores['top1']:.2%}")
     typer.echo(f"top-5     {scores['top5']:.2%}")
     typer.echo(f"loss      {scores['test_loss']:.4f}")
@@ -195,12 +198,14 @@ def compare(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folders, or folders that contain runs.")],
     csv: Annotated[Path | None, Option(metavar="FILE", help="One line a run, unrounded.")] = None,
     markdown: Annotated[Path | None, Option(metavar="FILE", help="The table as Markdown.")] = None,
-    plot: Annotated[Path | None, Option(metavar="FILE.png", help="Accuracy against sparsity.")] = None,
+    plot: Annotated[
+        Path | None, Option(metavar="FILE.png", help="Accuracy, or bits per byte, against sparsity.")
+    ] = None,
 ) -> None:
     """Compare runs, with means over seeds.
 
-    Runs that differ in their seed only make one line: last-epoch top-1 as mean ± sample standard deviation, and every
-    seed's own. Unfinished runs are named and not averaged.
+    Runs that differ in their seed only make one line: last-epoch top-1, or bits per byte of text, as mean ± sample
+    standard deviation, and every seed's own. Unfinished runs are named and not averaged.
 
     \b
     spartan compare runs

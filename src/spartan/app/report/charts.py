@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spartan.app.runs import RunFolder, number
+from spartan.app.runs import BITS, RunFolder, number
 from spartan.app.train.setup import build_method
 from spartan.methods import as_method
 from spartan.problem.schedules import Moment
@@ -38,8 +38,18 @@ def training_charts(run: RunFolder) -> list[Chart]:
     ]
     y = {"label": "accuracy (%)", "unit": "%", "limits": [0, 100]}
     note = "Training loss includes label smoothing and mixing, so the two need not meet."
+    bits = [line(BITS.name, at, _column(run.epochs, BITS.key), dots=True)]
+    told = "On the test data, after every epoch."
+    if run.measure is BITS:
+        note, told = (
+            "In nats per byte.",
+            "How often the next byte of the test data was the likeliest, or among the first five.",
+        )
     return _without_empty(
-        _chart("accuracy", "Accuracy", _EPOCHS, y, accuracy, note="On the test data, after every epoch."),
+        _chart(
+            "bits", "Bits per byte", _EPOCHS, {"label": BITS.label}, bits, note="On the test data, after every epoch."
+        ),
+        _chart("accuracy", "Accuracy", _EPOCHS, y, accuracy, note=told),
         _chart("loss", "Loss", _EPOCHS if per_epoch else _STEPS, {"label": "loss", "toggle": True}, loss, note=note),
         _chart_of_steps(run, "lr", "Learning rate", "learning rate", "lr"),
     )

@@ -1,4 +1,4 @@
-"""Puts runs side by side: means over seeds as a table, CSV, Markdown and a plot of accuracy against sparsity."""
+"""Puts runs side by side: means over seeds as a table, CSV, Markdown and a plot of scores against sparsity."""
 
 import csv
 import io
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spartan.app.report.words import NONE, count, percent, size
-from spartan.app.runs import RunFolder, data_name, identity, number, settings
+from spartan.app.runs import BITS, TOP1, Measure, RunFolder, data_name, identity, number, settings
 from spartan.app.terminal import print_table
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -42,7 +42,26 @@ class Row:
 
     def percent(self, key: str) -> tuple[float | None, float | None]:
         """The mean over seeds and the sample standard deviation (n − 1), in percent; None where there is none."""
-        values = [100 * value for value in self.values(key)]
+        return self._spread([100 * value for value in self.values(key)])
+
+    @property
+    def measure(self) -> Measure:
+        """What these runs are compared by."""
+        return self.runs[0].measure
+
+    @property
+    def score(self) -> tuple[float | None, float | None]:
+        """The mean of that and its sample standard deviation, as they are shown."""
+        return self._spread(self.scores)
+
+    @property
+    def scores(self) -> list[float]:
+        """That of every run, as it is shown; nan where it has none."""
+        scale = 100 if self.measure.percent else 1
+        return [scale * value for value in self.values(self.measure.key)]
+
+    @staticmethod
+    def _spread(values: Sequence[float]) -> tuple[float | None, float | None]:
         return number(statistics.fmean(values)), number(statistics.stdev(values)) if len(values) > 1 else None
 
     @property
@@ -114,13 +133,16 @@ def print_comparison(runs: Sequence[RunFolder]) -> None:
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Header and cells for people."""
     cells = [_cells(row) for row in rows]
-    header = [key for key in cells[0] if key != "setting" or any(row.extra for row in rows)]
+    optional = {"setting": any(row.extra for row in rows)}
+    optional |= {by.heading: any(row.measure is by for row in rows) for by in (TOP1, BITS)}
+    header = [key for key in cells[0] if optional.get(key, True)]
     return header, [[line[key] for key in header] for line in cells]
 
 
 def _cells(row: Row) -> dict[str, str]:
-    by_seed = zip(row.runs, row.values("top1"), strict=True)
-    mean, std = row.percent("top1")
+    digits, (mean, std) = row.measure.digits, row.score
+    score = f"{math.nan if mean is None else mean:.{digits}f}" + ("" if std is None else f" ± {std:.{digits}f}")
+    by_seed = zip(row.runs, row.scores, strict=True)
     return {
         "data": row.data,
         "model": row.model,
@@ -128,8 +150,8 @@ def _cells(row: Row) -> dict[str, str]:
         "sparsity": f"{row.sparsity:g}",
         "setting": row.setting or NONE,
         "n": str(len(row.runs)),
-        "top-1 %": f"{math.nan if mean is None else mean:.2f}" + ("" if std is None else f" ± {std:.2f}"),
-        "by seed": " ".join(f"{run.seed}:{100 * value:.2f}" for run, value in by_seed),
+        **{by.heading: score if row.measure is by else NONE for by in (TOP1, BITS)},
+        "by seed": " ".join(f"{run.seed}:{value:.{digits}f}" for run, value in by_seed),
         "achieved": percent(row.mean("achieved_sparsity")),
         "FLOPs": percent(row.flops),
         "nonzero": count(row.mean("nonzero")),
@@ -147,7 +169,17 @@ def to_markdown(rows: Sequence[Row]) -> str:
 
 def to_csv(rows: Sequence[Row]) -> str:
     """One line a run, unrounded: what a spreadsheet or a notebook wants."""
-    keys = ["top1", "top5", "test_loss", "train_loss", "epochs", "achieved_sparsity", "flops_dense", "flops_sparse"]
+    keys = [
+        "top1",
+        "top5",
+        "test_loss",
+        "bits_per_byte",
+        "train_loss",
+        "epochs",
+        "achieved_sparsity",
+        "flops_dense",
+        "flops_sparse",
+    ]
     keys += ["nonzero", "parameters", "model_parameters", "model_bytes", "dense_bytes", "seconds", "images_per_s"]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -169,7 +201,7 @@ def _short(value: Any) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Top-1 against sparsity: a panel per data set and model, a line per method, seeds as dots, dense as a level."""
+    """Scores against sparsity: a panel per data set and model, a line per method, seeds as dots, dense as a level."""
     try:
         from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
     except ModuleNotFoundError:
@@ -180,15 +212,15 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     for axes, ((data, model), inside) in zip(places, panels.items(), strict=True):
         levels, lines = curves_of(inside)
         for row in levels:
-            axes.axhline(100 * row.mean("top1"), linestyle="--", color="0.45", label=row.label)
+            axes.axhline(statistics.fmean(row.scores), linestyle="--", color="0.45", label=row.label)
         for index, (label, members) in enumerate(lines.items()):
             color, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
-            x, means = [1 - row.sparsity for row in members], [100 * row.mean("top1") for row in members]
-            spread = [row.percent("top1")[1] or 0.0 for row in members]
+            x, means = [1 - row.sparsity for row in members], [statistics.fmean(row.scores) for row in members]
+            spread = [row.score[1] or 0.0 for row in members]
             axes.errorbar(x, means, spread, label=label, capsize=3, color=color, marker=marker)
             for at, row in zip(x, members, strict=True):
-                axes.scatter([at] * len(row.runs), [100 * v for v in row.values("top1")], s=10, alpha=0.4, color=color)
-        axes.set(title=f"{model} on {data}", xlabel="sparsity", ylabel="top-1 %")
+                axes.scatter([at] * len(row.runs), row.scores, s=10, alpha=0.4, color=color)
+        axes.set(title=f"{model} on {data}", xlabel="sparsity", ylabel=inside[0].measure.label)
         axes.set_xticks([])
         if sparsities := sorted({row.sparsity for row in inside if row.sparsity}):
             # Density on a log scale, labelled as sparsity: 90, 95 and 98% lie about evenly apart.

@@ -14,11 +14,11 @@ from urllib.parse import quote
 from spartan.app.report.charts import Chart, exploration_charts, layer_charts, line, sparsity_charts, training_charts
 from spartan.app.report.compare import Row, curves_of, panels_of, rows_of
 from spartan.app.report.words import NONE, Cell, count, duration, escape, figure, percent, ratio, short, size, table
-from spartan.app.runs import RunFolder, find_runs, is_run, number
+from spartan.app.runs import BITS, TOP1, RunFolder, find_runs, is_run, number
 from spartan.disk import replace_file
 
 LAST_EPOCH = (
-    "Accuracy is that of the last epoch on the test data, not the best one seen on the way: "
+    "Accuracy, or the loss of text, is that of the last epoch on the test data, not the best one seen on the way: "
     "picking the best epoch would be picking on the test data."
 )
 
@@ -63,6 +63,8 @@ def run_page(run: RunFolder) -> tuple[str, list[Chart]]:
         ("Exploration", exploration_charts(run), "", "Needs the masks of two epochs or more (masks.npz)."),
         ("Layers", layer_charts(run), _layer_table(run), "The layer table is written when the run finishes."),
     ]
+    if run.measure is BITS:
+        sections.append(("Samples", [], _samples(run), "Samples are written when the run finishes."))
     if run.dense:
         del sections[2]
     parts = [_header(run), _notices(run), _cards(run), f'<p class="note lead">{escape(LAST_EPOCH)}</p>']
@@ -119,7 +121,10 @@ def _notices(run: RunFolder) -> str:
 def _cards(run: RunFolder) -> str:
     last = run.epochs[-1] if run.epochs else {}
     s: dict[str, Any] = run.summary or {}
-    top1, top5 = s.get("top1", last.get("top1")), s.get("top5", last.get("top5"))
+    by, (top1, top5, loss) = run.measure, (s.get(key, last.get(key)) for key in ("top1", "top5", "test_loss"))
+    more = f"top-5 {percent(top5)}"
+    if by is BITS:
+        more = f"loss {NONE if number(loss) is None else format(loss, '.4f')}; next byte right {percent(top1)}"
     density = number(last.get("density"))
     sparsity = s.get("achieved_sparsity", None if density is None else 1 - density)
     seconds = s.get("seconds", last.get("seconds"))
@@ -133,12 +138,12 @@ def _cards(run: RunFolder) -> str:
     work = "of dense" if flops is None else f"of dense; {short(s['flops_sparse'])} of {short(s['flops_dense'])}"
     epoch = f"epoch {last['epoch']}" if last else "no epoch yet"
     cards = [
-        ("Top-1, last epoch", percent(top1), f"{epoch}; top-5 {percent(top5)}"),
+        (f"{by.name.capitalize()}, last epoch", by.text(s.get(by.key, last.get(by.key))), f"{epoch}; {more}"),
         ("Achieved sparsity", percent(sparsity), f"asked: {100 * run.sparsity:g}%"),
         ("Nonzero weights", short(s.get("nonzero")), nonzero),
         ("FLOPs", percent(flops, 1), work if s else "when it finishes"),
         ("File size", size(s.get("model_bytes")), below if s else "when it finishes"),
-        ("Time", duration(seconds), f"{short(speed)} images/s"),
+        ("Time", duration(seconds), f"{short(speed)} {by.unit}/s"),
     ]
     html = ""
     for i, (label, value, note) in enumerate(cards):
@@ -170,8 +175,21 @@ def _layer_table(run: RunFolder) -> str:
             row["FLOPs, dense"] = figure(layer.get("flops"), short)
             row["FLOPs, sparse"] = figure(layer.get("sparse_flops"), short)
         rows.append(row)
-    note = '<p class="note">FLOPs are per image. A click on a heading sorts.</p>' if with_flops else ""
+    one = run.measure.unit.removesuffix("s")
+    note = f'<p class="note">FLOPs are per {one}. A click on a heading sorts.</p>' if with_flops else ""
     return f'<div class="card">{table(rows, "Layers", text=3)}{note}</div>'
+
+
+def _samples(run: RunFolder) -> str:
+    """What the trained model wrote after some prompts."""
+    written = (run.summary or {}).get("samples")
+    cards = ""
+    for sample in written if isinstance(written, list) else ():
+        if isinstance(sample, dict):
+            prompt, text = (escape(sample.get(key, "")) for key in ("prompt", "text"))
+            cards += f'<div class="card"><pre class="sample" tabindex="0"><b>{prompt}</b>{text}</pre></div>'
+    note = '<p class="note">Bold is the prompt, from the test data; the rest was drawn at temperature 0.8.</p>'
+    return f'{note}<div class="grid">{cards}</div>' if cards else ""
 
 
 def _reproduce(run: RunFolder) -> str:
@@ -190,6 +208,9 @@ def _reproduce(run: RunFolder) -> str:
     if isinstance(facts["command"], list):
         facts["command"] = shlex.join(map(str, facts["command"]))
     facts |= versions if isinstance(versions, dict) else {}
+    data = environment.get("data")
+    if isinstance(data, dict):
+        facts |= {f"data: {key}": value for key, value in data.items()}
     rows = "".join(
         f"<dt>{escape(k)}</dt><dd><code>{escape(v)}</code></dd>" for k, v in facts.items() if v is not None and v != ""
     )
@@ -223,7 +244,8 @@ def comparison_page(folder: Path, runs: Sequence[RunFolder]) -> tuple[str, list[
         f'<p class="note lead">{escape(LAST_EPOCH)} {spread}</p>'
     )
     if charts:
-        body += f"<section><h2>Accuracy</h2>{chart_grid(charts)}</section>"
+        title = "Accuracy" if all(row.measure is TOP1 for row in rows) else "Scores"
+        body += f"<section><h2>{title}</h2>{chart_grid(charts)}</section>"
     if rows:
         body += f'<section><h2>Methods</h2><div class="card">{_row_table(rows)}</div></section>'
     runs_table = table([_run_cells(run, folder) for run in runs], "Every run", text=3)
@@ -234,9 +256,12 @@ def comparison_page(folder: Path, runs: Sequence[RunFolder]) -> tuple[str, list[
 def _row_table(rows: Sequence[Row]) -> str:
     hidden = set() if len(panels_of(rows)) > 1 else {"data", "model"}
     hidden |= set() if any(row.extra for row in rows) else {"setting"}
+    words = 4 - len(hidden)
+    hidden |= set() if any(row.measure is TOP1 for row in rows) else {"top-1", "top-5"}
+    hidden |= set() if any(row.measure is BITS for row in rows) else {BITS.name}
     cells = [{key: cell for key, cell in _row_cells(row).items() if key not in hidden} for row in rows]
     note = '<p class="note">FLOPs are a fraction of the dense model’s. A click on a heading sorts.</p>'
-    return table(cells, "Means over seeds, by method and sparsity", text=4 - len(hidden)) + note
+    return table(cells, "Means over seeds, by method and sparsity", text=words) + note
 
 
 def _row_cells(row: Row) -> dict[str, Cell]:
@@ -247,6 +272,7 @@ def _row_cells(row: Row) -> dict[str, Cell]:
         "setting": row.setting or NONE,
         "sparsity": (f"{100 * row.sparsity:g}%", row.sparsity),
         "runs": (str(len(row.runs)), len(row.runs)),
+        BITS.name: _score(row) if row.measure is BITS else (NONE, None),
         "top-1": _plus_minus(row, "top1"),
         "top-5": _plus_minus(row, "top5"),
         "achieved sparsity": figure(row.mean("achieved_sparsity"), percent),
@@ -263,8 +289,15 @@ def _plus_minus(row: Row, key: str) -> Cell:
     return (NONE if mean is None else f"{mean:.2f}%") + ("" if std is None else f" ± {std:.2f}"), number(row.mean(key))
 
 
+def _score(row: Row) -> Cell:
+    mean, std = row.score
+    digits = row.measure.digits
+    return (NONE if mean is None else f"{mean:.{digits}f}") + ("" if std is None else f" ± {std:.{digits}f}"), mean
+
+
 def _run_cells(run: RunFolder, folder: Path) -> dict[str, Cell]:
-    scores = run.summary or {"top1": run.epochs[-1].get("top1") if run.epochs else None}
+    by = run.measure
+    scores = run.summary or {by.key: run.epochs[-1].get(by.key) if run.epochs else None}
     # The run's page where it has one, else its folder, relative to the page that links to it.
     page = run.folder / "report.html"
     address = os.path.relpath(page if page.is_file() else run.folder, folder).replace(os.sep, "/")
@@ -274,15 +307,15 @@ def _run_cells(run: RunFolder, folder: Path) -> dict[str, Cell]:
         "state": run.status,
         "sparsity": (f"{100 * run.sparsity:g}%", run.sparsity),
         "seed": (str(run.seed), run.seed),
-        "top-1": figure(scores.get("top1"), percent),
+        "score": (by.text(scores.get(by.key)), number(scores.get(by.key))),
         "achieved sparsity": figure(scores.get("achieved_sparsity"), percent),
         "time": figure(scores.get("seconds"), duration),
     }
 
 
 def _charts(rows: Sequence[Row]) -> list[Chart]:
-    """Accuracy against sparsity and, where FLOPs are known, against FLOPs; for every data set and model."""
-    panels, y = panels_of(rows), {"label": "top-1 (%)", "unit": "%", "limits": [0, 100]}
+    """Scores against sparsity and, where FLOPs are known, against FLOPs; for every data set and model."""
+    panels = panels_of(rows)
     axes: list[tuple[str, str, dict[str, Any], Callable[[Row], float]]] = [
         ("sparsity", "sparsity", {"label": "sparsity (%)", "scale": "sparsity"}, lambda row: row.sparsity),
         ("flops", "FLOPs", {"label": "FLOPs (% of dense)", "scale": "log"}, lambda row: row.flops),
@@ -290,19 +323,22 @@ def _charts(rows: Sequence[Row]) -> list[Chart]:
     charts: list[Chart] = []
     for i, ((data, model), members) in enumerate(panels.items()):
         where = f": {model} on {data}" if len(panels) > 1 else ""
-        dense, lines = curves_of([row for row in members if row.percent("top1")[0] is not None])
-        means = [(row.label, *row.percent("top1")) for row in dense]
+        by = members[0].measure
+        y: dict[str, Any] = {"label": by.label, **({"unit": "%", "limits": [0, 100]} if by.percent else {})}
+        dense, lines = curves_of([row for row in members if row.score[0] is not None])
+        means = [(row.label, *row.score) for row in dense]
         levels = [{"y": mean, "name": label, "error": std} for label, mean, std in means]
         for key, word, x, at in axes:
             series: list[Chart] = []
             for label, found in lines.items():
-                points = [(100 * at(row), *row.percent("top1")) for row in found if (number(at(row)) or 0) > 0]
+                points = [(100 * at(row), *row.score) for row in found if (number(at(row)) or 0) > 0]
                 if points:
                     xs, ys, errors = zip(*sorted(points, key=lambda p: p[0]), strict=True)
                     # Six colours; then the dashes change.
                     dash = ("", "6 3", "2 3")[len(series) // 6 % 3]
                     series.append(line(label, xs, ys, error=errors, dots=True, marker=len(series), dash=dash))
-            chart = {"id": f"{key}-{i}", "title": f"Accuracy against {word}{where}", "x": {**x, "unit": "%"}, "y": y}
-            note = "Last-epoch top-1, mean over seeds; bars show ± one standard deviation."
+            what = "Accuracy" if by.percent else by.name.capitalize()
+            chart = {"id": f"{key}-{i}", "title": f"{what} against {word}{where}", "x": {**x, "unit": "%"}, "y": y}
+            note = f"Last-epoch {by.name}, mean over seeds; bars show ± one standard deviation."
             charts += [{**chart, "note": note, "series": series, "lines": levels}] if series else []
     return charts

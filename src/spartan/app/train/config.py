@@ -34,17 +34,22 @@ def blaming_the_recipe(key: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where images come from, and what happens to them."""
+    """Where images or text come from, and what happens to them."""
 
-    # digits, npz, torchvision/NAME, imagefolder, webdataset, or module:function
+    # digits, npz, torchvision/NAME, imagefolder, webdataset, text, or module:function
     source: str = "digits"
-    # the .npz file, the folder (with train/ and val/), the shards' folder or pattern, or torchvision's root
+    # the .npz file, the folder (with train/ and val/), the shards' folder or pattern, or torchvision's root; a file or a
+    # folder of text, null: the Python standard library's sources
     path: str | None = None
+    # text: which files of a folder, such as **/*.txt; null: all
+    glob: str | None = None
+    # text: bytes in a sequence
+    context: int = 256
     # fetch torchvision data sets that are not there yet
     download: bool = False
     # side length that large images are cropped to; small-image sets keep their own
     image_size: int = 224
-    # webdataset: how many samples the shards hold, and how many classes
+    # webdataset: how many samples the shards hold, and how many classes; text: sequences in an epoch and in the test
     train_size: int | None = None
     test_size: int | None = None
     classes: int | None = None
@@ -144,7 +149,7 @@ class Config:
 
 # More than anybody means: steps that never end, or memory and processes that no machine has.
 LARGEST = {"epochs": 10**6, "batch_size": 10**7, "data.image_size": 10**4, "data.pad": 10**3, "data.cutout": 10**4}
-LARGEST |= {"data.workers": 10**3, "checkpoint_epochs": 10**9, "checkpoint_steps": 10**12}
+LARGEST |= {"data.context": 10**6, "data.workers": 10**3, "checkpoint_epochs": 10**9, "checkpoint_steps": 10**12}
 
 
 def _check_ranges(c: Config) -> None:
@@ -152,7 +157,7 @@ def _check_ranges(c: Config) -> None:
     for key, most in LARGEST.items():
         if (count := attrgetter(key)(c)) > most:
             raise RecipeError(f"{key}: {count} is too large; it must be at most {most:,}")
-    for key in ("epochs", "batch_size", "checkpoint_epochs", "data.image_size"):
+    for key in ("epochs", "batch_size", "checkpoint_epochs", "data.image_size", "data.context"):
         if (count := attrgetter(key)(c)) < 1:
             raise RecipeError(f"{key}: {count} is too small; it must be at least 1")
     at_least_zero = ["seed", "label_smoothing", "mixup", "cutmix", "data.pad", "data.cutout", "data.workers"]
@@ -188,15 +193,42 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(recipe: str | Path, sets: Sequence[str] = ()) -> Config:
-    """A built-in recipe by name, or a YAML file, with `key=value` settings on top (dots reach into sections)."""
+    """A built-in recipe by name, or a YAML file, with `key=value` settings on top (dots reach into sections).
+
+    A recipe may have other sizes of itself: under `sizes`, by name, what then differs; `size=NAME` picks one.
+    """
     text, origin = _read(recipe)
     values = parse_yaml(text, origin)
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise RecipeError(f"{origin} must be a table of keys and values, not {type(values).__name__}")
+    values, sets = _of_size(values, sets)
     for setting in sets:
         _apply_setting(values, setting)
     return from_dict(values)
+
+
+def _of_size(values: dict[str, Any], sets: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The recipe in the size that is asked for, and the settings without it: they go on top."""
+    sizes, rest = values.pop("sizes", {}), []
+    for setting in sets:
+        key, equals, name = (part.strip() for part in setting.partition("="))
+        if key != "size" or not equals:
+            rest.append(setting)
+        elif not isinstance(sizes, dict) or name not in sizes or not isinstance(sizes[name], dict):
+            there = ", ".join(sizes) if isinstance(sizes, dict) and sizes else "this recipe has one size only"
+            raise RecipeError(f"size: {_show(name)} is unknown{nearest(name, list(sizes))}; accepted: {there}")
+        else:
+            values = _over(values, sizes[name])
+    return values, rest
+
+
+def _over(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with others put over them, section by section."""
+    both = {
+        k: _over(v, others[k]) for k, v in values.items() if isinstance(v, dict) and isinstance(others.get(k), dict)
+    }
+    return {**values, **others, **both}
 
 
 def _read(recipe: str | Path) -> tuple[str, str]:

@@ -1,9 +1,10 @@
-"""Chooses where images come from, and says what every source gives."""
+"""Chooses where images or text come from, and says what every source gives."""
 
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,26 +18,34 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Data(ABC):
-    """Training and test images in micro-batches on the device: float32 NCHW, normalised, and int64 labels.
+    """Training and test examples in micro-batches on the device.
+
+    Images are float32 NCHW, normalised, with int64 labels; text is int64, sequences of tokens [B, T] with those that
+    come next.
 
     Everything random is a pure function of (seed, epoch, index): `train(epoch, start=n)` yields exactly what an
     uninterrupted `train(epoch)` yields from its n-th micro-batch on, whatever the number of workers. Of W processes,
     each takes every W-th micro-batch of the one global order, and every W-th test image.
     """
 
+    unit: ClassVar[str] = "images"
+    task: ClassVar[Literal["images", "text"]] = "images"
+    facts: dict[str, Any]  # what to record of the data with a run, and to check when it goes on
+
     def __init__(
         self, config: Config, device: torch.device, us: Processes, classes: int, shape: Shape, sizes: tuple[int, int]
     ) -> None:
         self.config, self.device, self.us = config, device, us
         self.classes, self.shape, (self.train_size, self.test_size) = classes, shape, sizes
-        # images per forward pass of one process, in training and in testing
+        self.facts = getattr(self, "facts", {})
+        # examples per forward pass of one process, in training and in testing
         self.micro = self.test_micro = micro_batch(config, us.world)
         for part, size in zip(("training", "test"), sizes, strict=True):
             if not size:
-                raise RecipeError(f"data.source: {config.data.source} has no {part} images")
+                raise RecipeError(f"data.source: {config.data.source} has no {part} {self.unit}")
         if config.batch_size > self.train_size:
             raise RecipeError(
-                f"batch_size: {config.batch_size} is larger than the training set of {self.train_size:,} images"
+                f"batch_size: {config.batch_size} is larger than the training set of {self.train_size:,} {self.unit}"
             )
 
     @property
@@ -46,8 +55,12 @@ class Data(ABC):
 
     @property
     def test_batches(self) -> int:
-        """Batches in `test()` of the process that has the most images."""
+        """Batches in `test()` of the process that has the most examples."""
         return -(-self.test_size // (self.us.world * self.test_micro))
+
+    def example(self, device: torch.device) -> Tensor:
+        """One example of zeros, to find out what a model makes of it."""
+        return torch.zeros(1, *self.shape, device=device)
 
     @abstractmethod
     def train(self, epoch: int, start: int = 0) -> Iterator[Batch]:
@@ -55,20 +68,22 @@ class Data(ABC):
 
     @abstractmethod
     def test(self) -> Iterator[Batch]:
-        """Every test image of this process's share, once."""
+        """Every test example of this process's share, once."""
 
 
 def build_data(config: Config, device: torch.device, us: Processes = Processes()) -> Data:  # noqa: B008
     """The data that `config.data` describes, for one of these processes."""
-    from spartan.app.train import large_images, small_images
+    from spartan.app.train import large_images, small_images, text
 
     source = config.data.source
+    if source == "text":
+        return text.Text(config, device, us)
     if source in large_images.TABLES:
         return large_images.LargeImages(config, device, us)
     if source in small_images.READERS or source.startswith("torchvision/") or ":" in source:
         return small_images.SmallImages(config, device, us)
     named = [f"torchvision/{name}" for name in small_images.TORCHVISION]
-    known = [*small_images.READERS, *large_images.TABLES, *named]
+    known = [*small_images.READERS, *large_images.TABLES, "text", *named]
     raise RecipeError(
         f"data.source: {source!r} is unknown{nearest(source, known)}; accepted: {', '.join(known)}, module:function"
     )

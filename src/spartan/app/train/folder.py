@@ -20,6 +20,7 @@ import spartan
 from spartan.app.runs import INCIDENTAL, INCIDENTAL_DATA, RunFolder, fixed_settings, is_finished, is_run
 from spartan.app.train.config import Config, RecipeError, to_yaml
 from spartan.app.train.processes import current
+from spartan.app.train.text import Text
 from spartan.disk import replace_file
 from spartan.wording import shortened
 
@@ -68,14 +69,17 @@ def check_resume_settings(sets: Sequence[str]) -> None:
             )
 
 
-def create(out: Path, config: Config, device: torch.device, command: list[str]) -> None:
+def create(
+    out: Path, config: Config, device: torch.device, command: list[str], data: Mapping[str, Any] | None = None
+) -> None:
     """Make the folder with its recipe and environment, whole or not at all."""
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".{out.name}.{os.getpid()}.{os.urandom(4).hex()}")
     aside.mkdir()
     try:
         replace_file(aside / "recipe.yaml", to_yaml(config).encode())
-        replace_file(aside / "environment.json", json.dumps(environment(device, command), indent=1).encode())
+        facts = environment(device, command) | ({"data": dict(data)} if data else {})
+        replace_file(aside / "environment.json", json.dumps(facts, indent=1).encode())
         (aside / "checkpoints").mkdir()
         try:
             if out.exists():
@@ -100,6 +104,16 @@ def check_recipe(out: Path, config: Config, checkpoint: str, saved: Mapping[str,
                 f"{out / 'recipe.yaml'}: {key} is {shortened(after)}, but the run was trained with {shortened(before)} up "
                 f"to {checkpoint}; put it back, or begin another run: spartan train {out / 'recipe.yaml'} --out NEW"
             )
+
+
+def check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """RecipeError where the data are no longer what a checkpoint was trained with."""
+    if saved.get("sha256") != now.get("sha256"):
+        raise RecipeError(
+            f"data.path: {now['text']} is not the text that the run was trained with ({saved.get('bytes', 0):,} bytes in "
+            f"{saved.get('files', 0):,} files then, {now['bytes']:,} in {now['files']:,} now, or others); put it back, name "
+            "it with --set data.path=…, or begin another run"
+        )
 
 
 @contextmanager
@@ -144,6 +158,18 @@ def _commit() -> str | None:
     return None
 
 
+def samples(model: torch.nn.Module, data: Text, count: int = 3, length: int = 256) -> list[dict[str, str]]:
+    """What a language model makes of some test prompts; [] for one that cannot generate."""
+    generate = getattr(model, "generate", None)
+    if generate is None:
+        return []
+    prompts = data.prompts(count, min(64, data.shape[0])).to(next(model.parameters()).device)
+    generator = torch.Generator(prompts.device).manual_seed(data.config.seed)
+    written = generate(prompts, length, temperature=0.8, generator=generator)[:, prompts.shape[1] :]
+    texts = ([bytes(line.tolist()).decode("utf-8", "replace") for line in part.cpu()] for part in (prompts, written))
+    return [{"prompt": prompt, "text": text} for prompt, text in zip(*texts, strict=True)]
+
+
 def finish(out: Path, trainer: "Trainer", record: dict[str, Any]) -> dict[str, Any]:
     """The final model, the masks and, last of all, the summary: a run with a summary is finished."""
     sparsifier = trainer.sparsifier  # every process ends its own and gives what it holds of the model; the first writes
@@ -167,13 +193,13 @@ def finish(out: Path, trainer: "Trainer", record: dict[str, Any]) -> dict[str, A
     nonzero = sum(layer["kept"] for layer in layers)
     parameters = sum(p.numel() for p in model.parameters())
     everything = parameters if config.count == "model" else counted
-    count = spartan.flops(model, torch.zeros(1, *data.shape, device=next(model.parameters()).device))
-    measured = ("top1", "top5", "test_loss", "train_loss", "seconds", "images_per_s", "density")
+    count = spartan.flops(model, data.example(next(model.parameters()).device))
+    measured = ("top1", "top5", "test_loss", "bits_per_byte", "train_loss", "seconds", "images_per_s", "density")
     summary = {
         "method": config.method,
         "sparsity": config.sparsity,
         "seed": config.seed,
-        **{key: record[key] for key in measured},
+        **{key: record[key] for key in measured if key in record},
         "epochs": config.epochs,
         "steps": trainer.step,
         "achieved_sparsity": (counted - nonzero) / everything,
@@ -185,6 +211,7 @@ def finish(out: Path, trainer: "Trainer", record: dict[str, Any]) -> dict[str, A
         "model_bytes": packed_bytes,
         "dense_bytes": sum(t.nbytes for t in model.state_dict().values()),
         "layers": layers,
+        **({"samples": samples(model, data)} if isinstance(data, Text) else {}),
     }
     replace_file(out / "summary.json", json.dumps(summary, indent=1).encode())
     return summary

@@ -4,6 +4,7 @@ One process or many run the same lines: alone, a process is the first of one.
 """
 
 import contextlib
+import math
 import random
 import sys
 import time
@@ -45,7 +46,7 @@ class Trainer:
         self.total_steps = config.epochs * self.steps_per_epoch
         model = load_start(config, self.build_model()).to(self.device)
         self._check_model(model)
-        cost = build_cost(config, model, self.data.shape)
+        cost = build_cost(config, model, self.data.example(self.device))
         self.parallel = distribute(config, model, self.us)
         self.model = self.parallel.model
         self.sparsifier = build_sparsifier(config, self.model, cost, self.total_steps)
@@ -70,20 +71,24 @@ class Trainer:
         return build_model(self.config, self.data.classes, self.data.shape)
 
     def _check_model(self, model: nn.Module) -> None:
-        """One image through the model, so that a wrong shape is found before anything is written."""
+        """One example through the model, so that a wrong shape is found before anything is written."""
         model.eval()
         try:
             with torch.no_grad(), self._autocast():
-                out = model(torch.zeros(1, *self.data.shape, device=self.device))
-        except (RuntimeError, ValueError, AssertionError, TypeError) as error:
+                out = model(self.data.example(self.device))
+        except (RuntimeError, ValueError, AssertionError, TypeError, IndexError) as error:
             how = "" if self.us.alone else f" with parallel: {self.config.parallel}"
-            message = f"model: {self.config.model} cannot take {self.data.shape} images{how}: {first_line(error)}"
+            what = f"{self.data.shape} {self.data.unit}"
+            message = f"model: {self.config.model} cannot take {what}{how}: {first_line(error)}"
             raise RecipeError(message) from None
-        if not isinstance(out, Tensor) or out.shape != (1, self.data.classes):
-            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            raise RecipeError(
-                f"model: {self.config.model} gives {got} for one image; (1, {self.data.classes}) is needed"
+        # A score for every class; with text, at every position.
+        wanted = (1, *(self.data.shape if self.data.task == "text" else ()), self.data.classes)
+        if not isinstance(out, Tensor) or out.shape != wanted:
+            got, one = (
+                tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__,
+                self.data.unit.removesuffix("s"),
             )
+            raise RecipeError(f"model: {self.config.model} gives {got} for one {one}; {wanted} is needed")
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.amp)
@@ -162,7 +167,8 @@ class Trainer:
             with self.parallel.gradient_sync(last=i == self.accumulate - 1):
                 with self._autocast():
                     logits = self.parallel.forward(x)
-                    loss = cross_entropy(logits, y, label_smoothing=c.label_smoothing) / self.accumulate
+                    scores = logits.flatten(0, -2)  # of text, a line for every position
+                    loss = cross_entropy(scores, y.flatten(), label_smoothing=c.label_smoothing) / self.accumulate
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         if c.clip is not None:
@@ -201,7 +207,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Loss, top-1 and top-5 on the test images, of which every process takes its share."""
+        """Loss, top-1 and top-5 on the test data, of which every process takes its share; of text, bits per byte too."""
         self.us.copy_(self.model.buffers())  # one model is measured: the one that is saved
         self.model.eval()
         top = min(5, self.data.classes)
@@ -210,13 +216,17 @@ class Trainer:
             if self.config.channels_last:
                 x = x.contiguous(memory_format=torch.channels_last)
             with self._autocast():
-                logits = self.model(x)[: len(y)].float()  # none count of a batch that only keeps others company
+                logits = (
+                    self.model(x)[: len(y)].flatten(0, -2).float()
+                )  # none of a batch that only keeps others company
+            y = y.flatten()
             hits = logits.topk(top, 1).indices == y[:, None]
             lost = cross_entropy(logits, y, reduction="sum")
             sums[:3] += torch.stack([hits[:, 0].sum(), hits.any(1).sum(), lost]).double()
             sums[3] += len(y)
         top1, top5, loss = (self.us.sum_(sums)[:3] / sums[3]).tolist()
-        return {"top1": top1, "top5": top5, "test_loss": loss}
+        bits = {"bits_per_byte": loss / math.log(2)} if self.data.task == "text" else {}
+        return {"top1": top1, "top5": top5, "test_loss": loss, **bits}
 
     # ------------------------------------------------------------------ saving
 
@@ -232,11 +242,13 @@ class Trainer:
             "metrics_bytes": metrics.sync(),
             "masks": self.masks,
             "record": self.record,
+            "data": self.data.facts,
         }
         self.parallel.save(out, self.step, state, self.optimizer, self.sparsifier)
 
     def load(self, path: Path, state: Mapping[str, Any]) -> int:
         """Continue from a checkpoint; returns how much of metrics.jsonl belongs to it."""
+        folder.check_data(state.get("data", {}), self.data.facts)
         self.step = int(state["step"])
         self.parallel.load(path, state, self.optimizer, self.sparsifier)
         self.scaler.load_state_dict(state["scaler"])
@@ -292,7 +304,7 @@ def train(config: Config, out: Path, *, quiet: bool = False, command: list[str] 
 
     current().decide(check)
     trainer = Trainer(config)
-    trainer.us.decide(lambda: folder.create(out, config, trainer.device, command or []))
+    trainer.us.decide(lambda: folder.create(out, config, trainer.device, command or [], trainer.data.facts))
     with contextlib.ExitStack() as stack:
         trainer.us.decide(lambda: stack.enter_context(folder.locked(out)))
         return trainer.fit(out, quiet=quiet)

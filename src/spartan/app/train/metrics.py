@@ -79,7 +79,7 @@ class Metrics:
     def epoch(self, **values: Any) -> None:
         """Write an epoch."""
         self.flush()
-        shown = ("train_loss", "test_loss", "top1", "top5", "images_per_s", "density")
+        shown = ("train_loss", "test_loss", "bits_per_byte", "top1", "top5", "images_per_s", "density")
         self._write({"kind": "epoch", **values}, shown)
         self.sync()
 

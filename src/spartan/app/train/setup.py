@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spartan import Sparsifier, load, zoo
 from spartan.app.train.config import Config, RecipeError, blaming_the_recipe
@@ -67,11 +67,10 @@ def load_start(config: Config, model: nn.Module) -> nn.Module:
         return model
 
 
-def build_cost(config: Config, model: nn.Module, shape: Shape) -> Cost:
+def build_cost(config: Config, model: nn.Module, example: Tensor) -> Cost:
     """What the budget counts. The model must still be whole."""
-    images = torch.zeros(1, *shape, device=next(model.parameters()).device)
     with blaming_the_recipe():
-        return cost_by_name(config.cost).for_run(model, images, config.value_power, config.include, config.exclude)
+        return cost_by_name(config.cost).for_run(model, example, config.value_power, config.include, config.exclude)
 
 
 def build_sparsifier(config: Config, model: nn.Module, cost: Cost, total_steps: int) -> Sparsifier:
