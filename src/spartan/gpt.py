@@ -9,7 +9,7 @@ from torch.nn import functional as F
 Cache = list[tuple[Tensor, Tensor]]  # keys and values of every layer, [B, heads, positions so far, width of a head]
 
 
-class Attention(nn.Module):
+class GPTAttention(nn.Module):
     """Causal self-attention."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -35,13 +35,13 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width)), (k, v)
 
 
-class Layer(nn.Module):
+class GPTLayer(nn.Module):
     """Layer norm, attention, layer norm, two linear layers with GELU between, each around a shortcut."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
+        self.attention = GPTAttention(width, heads)
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, before: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -78,7 +78,7 @@ class GPT(nn.Module):
             raise ValueError(f"gpt: heads={heads} does not divide width={width}")
         self.context = context
         self.tokens, self.positions = nn.Embedding(classes, width), nn.Embedding(context, width)
-        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(GPTLayer(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes, bias=False)
         for name, parameter in self.named_parameters():

@@ -157,12 +157,6 @@ class RunFolder:
         return str(self.recipe.get("method", "spartan"))
 
     @property
-    def measure(self) -> Measure:
-        """What the run is compared by."""
-        data = self.recipe.get("data")
-        return BITS if isinstance(data, dict) and data.get("source") == "text" else TOP1
-
-    @property
     def dense(self) -> bool:
         """Whether the method leaves the model dense."""
         return never_sparse(self.method)
@@ -210,6 +204,12 @@ class RunFolder:
     def damaged_lines(self) -> int:
         """Lines of metrics.jsonl that could not be read, such as one cut short by a kill."""
         return self._metrics[2]
+
+
+def measure_of_run(run: RunFolder) -> Measure:
+    """What a run is compared by."""
+    data = run.recipe.get("data")
+    return BITS if isinstance(data, dict) and data.get("source") == "text" else TOP1
 
 
 def read_metric(line: str | bytes) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from spartan.problem.patterns import Pattern, read_pattern
 from spartan.zoo import digits_cnn
 
 NAMES = [
+    "bytes-gpt",
     "cifar10-resnet18",
     "cifar10-wrn22",
     "cifar100-wrn22",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spartan.app.runs import BITS, RunFolder, number
+from spartan.app.runs import BITS, RunFolder, measure_of_run, number
 from spartan.app.train.setup import build_method
 from spartan.methods import as_method
 from spartan.problem.schedules import Moment
@@ -40,7 +40,7 @@ def training_charts(run: RunFolder) -> list[Chart]:
     note = "Training loss includes label smoothing and mixing, so the two need not meet."
     bits = [line(BITS.name, at, _column(run.epochs, BITS.key), dots=True)]
     told = "On the test data, after every epoch."
-    if run.measure is BITS:
+    if measure_of_run(run) is BITS:
         note, told = (
             "In nats per byte.",
             "How often the next byte of the test data was the likeliest, or among the first five.",

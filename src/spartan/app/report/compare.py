@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spartan.app.report.words import NONE, count, percent, size
-from spartan.app.runs import BITS, TOP1, Measure, RunFolder, data_name, identity, number, settings
+from spartan.app.runs import BITS, TOP1, Measure, RunFolder, data_name, identity, measure_of_run, number, settings
 from spartan.app.terminal import print_table
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -47,7 +47,7 @@ class Row:
     @property
     def measure(self) -> Measure:
         """What these runs are compared by."""
-        return self.runs[0].measure
+        return measure_of_run(self.runs[0])
 
     @property
     def score(self) -> tuple[float | None, float | None]:
@@ -224,8 +224,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axes.set_xticks([])
         if sparsities := sorted({row.sparsity for row in inside if row.sparsity}):
             # Density on a log scale, labelled as sparsity: 90, 95 and 98% lie about evenly apart.
+            edge = 2.0 if len(sparsities) == 1 else 1.15  # a single point has no width of its own
+            axes.set_xlim(edge * (1 - sparsities[0]), (1 - sparsities[-1]) / edge)
             axes.set_xscale("log")
-            axes.invert_xaxis()
             axes.set_xticks([1 - s for s in sparsities], [f"{100 * s:g}%" for s in sparsities])
             axes.minorticks_off()
         axes.grid(alpha=0.3)

@@ -14,11 +14,11 @@ from urllib.parse import quote
 from spartan.app.report.charts import Chart, exploration_charts, layer_charts, line, sparsity_charts, training_charts
 from spartan.app.report.compare import Row, curves_of, panels_of, rows_of
 from spartan.app.report.words import NONE, Cell, count, duration, escape, figure, percent, ratio, short, size, table
-from spartan.app.runs import BITS, TOP1, RunFolder, find_runs, is_run, number
+from spartan.app.runs import BITS, TOP1, RunFolder, find_runs, is_run, measure_of_run, number
 from spartan.disk import replace_file
 
 LAST_EPOCH = (
-    "Accuracy, or the loss of text, is that of the last epoch on the test data, not the best one seen on the way: "
+    "Accuracy is that of the last epoch on the test data, not the best one seen on the way: "
     "picking the best epoch would be picking on the test data."
 )
 
@@ -63,7 +63,7 @@ def run_page(run: RunFolder) -> tuple[str, list[Chart]]:
         ("Exploration", exploration_charts(run), "", "Needs the masks of two epochs or more (masks.npz)."),
         ("Layers", layer_charts(run), _layer_table(run), "The layer table is written when the run finishes."),
     ]
-    if run.measure is BITS:
+    if measure_of_run(run) is BITS:
         sections.append(("Samples", [], _samples(run), "Samples are written when the run finishes."))
     if run.dense:
         del sections[2]
@@ -121,7 +121,7 @@ def _notices(run: RunFolder) -> str:
 def _cards(run: RunFolder) -> str:
     last = run.epochs[-1] if run.epochs else {}
     s: dict[str, Any] = run.summary or {}
-    by, (top1, top5, loss) = run.measure, (s.get(key, last.get(key)) for key in ("top1", "top5", "test_loss"))
+    by, (top1, top5, loss) = measure_of_run(run), (s.get(key, last.get(key)) for key in ("top1", "top5", "test_loss"))
     more = f"top-5 {percent(top5)}"
     if by is BITS:
         more = f"loss {NONE if number(loss) is None else format(loss, '.4f')}; next byte right {percent(top1)}"
@@ -175,7 +175,7 @@ def _layer_table(run: RunFolder) -> str:
             row["FLOPs, dense"] = figure(layer.get("flops"), short)
             row["FLOPs, sparse"] = figure(layer.get("sparse_flops"), short)
         rows.append(row)
-    one = run.measure.unit.removesuffix("s")
+    one = measure_of_run(run).unit.removesuffix("s")
     note = f'<p class="note">FLOPs are per {one}. A click on a heading sorts.</p>' if with_flops else ""
     return f'<div class="card">{table(rows, "Layers", text=3)}{note}</div>'
 
@@ -296,7 +296,7 @@ def _score(row: Row) -> Cell:
 
 
 def _run_cells(run: RunFolder, folder: Path) -> dict[str, Cell]:
-    by = run.measure
+    by = measure_of_run(run)
     scores = run.summary or {by.key: run.epochs[-1].get(by.key) if run.epochs else None}
     # The run's page where it has one, else its folder, relative to the page that links to it.
     page = run.folder / "report.html"

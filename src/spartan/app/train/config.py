@@ -41,8 +41,8 @@ class DataConfig:
     # the .npz file, the folder (with train/ and val/), the shards' folder or pattern, or torchvision's root; a file or a
     # folder of text, null: the Python standard library's sources
     path: str | None = None
-    # text: which files of a folder, such as **/*.txt; null: all
-    glob: str | None = None
+    # text: which files of a folder, by the end of their names, such as .txt; null: all
+    suffix: str | None = None
     # text: bytes in a sequence
     context: int = 256
     # fetch torchvision data sets that are not there yet

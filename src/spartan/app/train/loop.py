@@ -167,8 +167,9 @@ class Trainer:
             with self.parallel.gradient_sync(last=i == self.accumulate - 1):
                 with self._autocast():
                     logits = self.parallel.forward(x)
-                    scores = logits.flatten(0, -2)  # of text, a line for every position
-                    loss = cross_entropy(scores, y.flatten(), label_smoothing=c.label_smoothing) / self.accumulate
+                    if self.data.task == "text":  # every position counts
+                        logits, y = logits.flatten(0, -2), y.flatten()
+                    loss = cross_entropy(logits, y, label_smoothing=c.label_smoothing) / self.accumulate
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         if c.clip is not None:

@@ -106,7 +106,7 @@ def read_corpus(config: Config) -> Corpus:
     """
     given = config.data.path
     root = Path(given).expanduser() if given else Path(sysconfig.get_paths()["stdlib"])
-    files = _files(root, config.data.glob or ("**/*" if given else "**/*.py"), own=not given)
+    files = _files(root, config.data.suffix or ("" if given else ".py"), own=not given)
     texts = {name: _read(path) for name, path in files.items()}
     name = str(given) if given else "the Python standard library"
     if not any(texts.values()):
@@ -127,23 +127,21 @@ def read_corpus(config: Config) -> Corpus:
     return Corpus(train, test, facts)
 
 
-def _files(root: Path, pattern: str, own: bool) -> dict[str, Path]:
+def _files(root: Path, suffix: str, own: bool) -> dict[str, Path]:
     """The files of a folder by their name in it, in order; or the one that is named."""
     if root.is_file():
         return {root.name: root}
     if not root.is_dir():
         raise RecipeError(f"data.path: there is no file or folder {root}")
-    try:
-        found = sorted(path for path in root.glob(pattern) if path.is_file())
-    except (ValueError, NotImplementedError) as error:
-        raise RecipeError(f"data.glob: {pattern!r} is no pattern of files: {error}") from None
+    found = sorted(path for path in root.rglob("*") if path.name.endswith(suffix) and path.is_file())
     names = {path.relative_to(root).as_posix(): path for path in found}
     hidden = {name for name in names if any(part.startswith(".") for part in name.split("/"))}
     if own:
         hidden |= {name for name in names if NOT_SOURCES & set(name.split("/"))}
     names = {name: path for name, path in names.items() if name not in hidden}
     if not names:
-        raise RecipeError(f"data.path: {root} has no files that {pattern} finds; data.glob says which are read")
+        ending = f" whose names end in {suffix} (data.suffix)" if suffix else ""
+        raise RecipeError(f"data.path: {root} has no files{ending}; text is needed")
     return names
 
 
@@ -153,7 +151,7 @@ def _read(path: Path) -> bytes:
         text = path.read_bytes()
     except OSError as error:
         raise RecipeError(f"data.path: {path} cannot be read: {error.strerror or error}") from None
-    pick = "data.glob picks the files of a folder, such as --set 'data.glob=**/*.txt'"
+    pick = "data.suffix picks the files of a folder, such as --set data.suffix=.txt"
     zero = text.find(b"\0")
     if zero >= 0:
         raise RecipeError(f"data.path: {path} is no text: byte {zero:,} is zero; {pick}")
