@@ -23,8 +23,8 @@ from spartan.methods.powerprop import Powerprop
 from spartan.problem.schedules import Moment
 from spartan.solvers.torch import TorchSolver
 from tests.contract import oracle
+from tests.contract.algorithm_3 import spread, units
 from tests.contract.cases import Net, backward, batch
-from tests.test_algorithm_3 import spread, units
 
 T, W, FREEZE = 30, 6, 24  # steps, warm-up, first step of finetuning
 SPARSITY, LR, MOMENTUM, DECAY = 0.8, 0.1, 0.9, 1e-2
