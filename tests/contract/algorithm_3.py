@@ -23,18 +23,21 @@ SoftTopK = Callable[[Tensor, float, float, Tensor], Tensor]  # m of v, k, β, c
 
 
 def exact(v: Tensor, k: float, beta: float, c: Tensor) -> Tensor:
-    """m = sigmoid(βv/c + μ): bisection for μ, then one differentiable Newton step, which makes autograd exact."""
-    if k >= float(c.sum()) * (1 - 1e-12):
-        return torch.ones_like(v)
+    """m = sigmoid(βv/c + μ): bisection for μ, then one differentiable Newton step, which makes autograd exact.
+
+    Every row has a budget of its own.
+    """
+    if bool((k >= c.sum(-1) * (1 - 1e-12)).all()):
+        return 1.0 + 0.0 * v
     z = beta * v / c
     with torch.no_grad():
-        low, high = -float(z.max()) - 60.0, -float(z.min()) + 60.0
-        for _ in range(200):
-            mid = 0.5 * (low + high)
-            low, high = (mid, high) if float((c * torch.sigmoid(z + mid)).sum()) < k else (low, mid)
-        mu = 0.5 * (low + high)
-        slope = (c * torch.sigmoid(z + mu) * torch.sigmoid(-z - mu)).sum()
-    f = (c * torch.sigmoid(z + mu)).sum()
+        low, high = -z.amax(-1, keepdim=True) - 60.0, -z.amin(-1, keepdim=True) + 60.0
+        for _ in range(100):
+            mu = 0.5 * (low + high)
+            less = (c * torch.sigmoid(z + mu)).sum(-1, keepdim=True) < k
+            low, high = torch.where(less, mu, low), torch.where(less, high, mu)
+        slope = (c * torch.sigmoid(z + mu) * torch.sigmoid(-z - mu)).sum(-1, keepdim=True)
+    f = (c * torch.sigmoid(z + mu)).sum(-1, keepdim=True)
     return torch.sigmoid(z + mu - (f - k) / slope)
 
 
