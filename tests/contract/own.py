@@ -19,11 +19,6 @@ from tests.contract.kinds import Sampled
 Expression = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
-def units_of(solver: TorchSolver, tensors: Sequence[Tensor]) -> Tensor:
-    """The sum over each unit."""
-    return torch.cat([solver.problem.reduce(i, x) for i, x in enumerate(tensors)])
-
-
 def entries_of(solver: TorchSolver, units: Tensor) -> list[Tensor]:
     """Each unit's entry at all its places."""
     return [solver.problem.expand(i, units[here]) for i, here in enumerate(solver.problem.slices)]

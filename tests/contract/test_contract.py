@@ -130,8 +130,10 @@ def test_the_gradient_is_the_vjp_of_the_expression(case: Case) -> None:
         if not run.weights.frozen:
             for parameter, grad in zip(learned, found[len(leaves) :], strict=True):
                 assert (parameter.grad is None) == (grad is None)
-                if grad is not None:
-                    torch.testing.assert_close(parameter.grad, grad, rtol=1e-10, atol=1e-12)
+                if (
+                    grad is not None
+                ):  # β·(G − a₁/a₂) cancels where a segment has one soft unit: what is left is rounding
+                    torch.testing.assert_close(parameter.grad, grad, rtol=1e-10, atol=1e-10)
         if added is not None:
             before = [target.parameter.grad.clone() for target in run.problem.targets]  # type: ignore[union-attr]
             run._add_decay(range(len(before)), None)
