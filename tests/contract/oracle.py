@@ -1,33 +1,24 @@
 """What every declaration means, as an autograd expression θ → w over one tensor per target.
 
-Masks that have a slope are made by the operators, one segment or row at a time. This is the oracle that solvers, which
-have closed forms and kernels, are compared with.
+Masks that have a slope are made here in plain torch, one segment at a time. This is the oracle that solvers, which have
+closed forms and kernels, are compared with.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
-from spartan import soft_topk
-from spartan.ops.newton import Dual
-from spartan.ops.soft_topk import SoftMask
-from spartan.solvers.forms import Form, Mask, PerSegment, Stored, Where
+from spartan.solvers.forms import Form, Mask, PerSegment, Shrunk, Stored, Where
 from spartan.solvers.torch import TorchSolver
 from spartan.solvers.units import masked
+from tests.contract.algorithm_3 import exact
+from tests.contract.own import Expression, entries_of, values_of
 from tests.contract.straight import straight_through
-
-
-def units_of(solver: TorchSolver, tensors: Sequence[Tensor]) -> Tensor:
-    """The sum over each unit."""
-    return torch.cat([solver.problem.reduce(i, x) for i, x in enumerate(tensors)])
-
-
-def entries_of(solver: TorchSolver, units: Tensor) -> list[Tensor]:
-    """Each unit's entry at all its places."""
-    return [solver.problem.expand(i, units[here]) for i, here in enumerate(solver.problem.slices)]
 
 
 def powers(solver: TorchSolver, thetas: Sequence[Tensor]) -> list[Tensor]:
@@ -41,19 +32,31 @@ def soft_mask(solver: TorchSolver, u: Tensor) -> Tensor:
     """The soft mask of the present duals, differentiable in u: the gradient is that of the solution."""
     problem, duals = solver.problem, solver.dual
     if problem.pattern.rows is not None:
-        found = []
-        for here, s, _, _ in problem.stretches:
-            rows = u[here].reshape(-1, problem.pattern.rows)
-            found += [soft_topk(row, duals.n, duals.beta[s], tol=1e-14) for row in rows]
-        return torch.cat(found)
+        each = [(u[here].reshape(-1, problem.pattern.rows), duals.beta[s]) for here, s, _, _ in problem.stretches]
+        return torch.cat([exact(rows, duals.n, beta, torch.ones_like(rows)).reshape(-1) for rows, beta in each])
     pieces: list[Tensor] = [u] * len(problem.targets)
-    for segment, saved in zip(problem.segments, duals.saved(), strict=True):
-        dual = Dual(**{**saved, "passes": int(saved["passes"])})
+    for segment, saved, k in zip(problem.segments, duals.saved(), solver.k, strict=True):
         mine = [u[problem.slices[i]] for i in segment.targets]
-        masks = SoftMask.apply(dual, [problem.unit_costs[i] for i in segment.targets], *mine)
-        for i, mask in zip(segment.targets, masks, strict=True):
-            pieces[i] = mask
+        costs = [torch.full_like(x, problem.unit_costs[i]) for i, x in zip(segment.targets, mine, strict=True)]
+        mask = implicit(torch.cat(mine), torch.cat(costs).detach(), saved, k)
+        for i, piece in zip(segment.targets, mask.split([x.numel() for x in mine]), strict=True):
+            pieces[i] = piece
     return torch.cat(pieces)
+
+
+def implicit(u: Tensor, c: Tensor, dual: dict[str, float], k: float) -> Tensor:
+    """m = scale · sigmoid(β(u − center) + offset), which costs k, with the gradient of what keeps to that cost.
+
+    dm = m(1−m)(β du + dμ), with dμ such that Σ c dm = 0.
+    """
+    z = dual["beta"] * u
+    m = dual["scale"] * torch.sigmoid(dual["beta"] * (u.detach() - dual["center"]) + dual["offset"])
+    assert math.isnan(k) or float((c * m).sum()) == pytest.approx(k, rel=1e-12), "the mask does not cost its budget"
+    slope = m * (1 - m)
+    if not slope.any():  # everything is kept
+        return m + 0.0 * z
+    moved = slope * (z - (c * slope * z).sum() / (c * slope).sum())
+    return m + moved - moved.detach()
 
 
 def per_unit(solver: TorchSolver, numbers: PerSegment) -> Tensor:
@@ -72,16 +75,25 @@ def factors(solver: TorchSolver, form: Form, where: Where) -> Tensor:
     return torch.where(solver.kept(form), a, b if trained is None else torch.where(trained, b, c))
 
 
-def weights(solver: TorchSolver, form: Form, thetas: Sequence[Tensor]) -> list[Tensor]:
-    """w = f(θ), with the gradient that the form declares."""
+def hard_values(solver: TorchSolver, form: Form, psi: Sequence[Tensor]) -> list[Tensor]:
+    """θ where kept. How Feather and ST-3 shrink it is told by the straight lines of their own tests."""
+    if isinstance(form.mask, Shrunk):
+        with torch.no_grad():
+            return solver.weights(form)
+    kept = entries_of(solver, solver.kept(form))
+    return [torch.where(keep, x.detach(), 0.0) for x, keep in zip(psi, kept, strict=True)]
+
+
+def weights(solver: TorchSolver, form: Form, thetas: Sequence[Tensor], line: Expression | None = None) -> list[Tensor]:
+    """w = f(θ), with the gradient that the form declares; a form with an expression of its own needs its straight line."""
     psi = powers(solver, thetas)
     if form.own is not None:
-        return form.own(psi)
+        assert line is not None, "compared with itself, an expression is always right: write it in own.py once more"
+        return line(psi)
     learned = None if form.learned is None else solver.state.learned[form.learned]
     hard = entries_of(solver, solver.kept(form)) if form.project else None
     if isinstance(form.back, Where):
-        with torch.no_grad():
-            values = solver.weights(form)
+        values = hard_values(solver, form, psi)
         through = [x * f for x, f in zip(psi, entries_of(solver, factors(solver, form, form.back)), strict=True)]
         if learned is not None and isinstance(form.mask, Stored):
             kept = solver.kept(form)
@@ -89,9 +101,7 @@ def weights(solver: TorchSolver, form: Form, thetas: Sequence[Tensor]) -> list[T
             through = [x * m for x, m in zip(psi, mask, strict=True)]
         return [straight_through(x, value) for x, value in zip(through, values, strict=True)]
     if form.mask is Mask.SOFT:
-        each = enumerate(zip(psi, solver.problem.factors, strict=True))
-        u = torch.cat([solver.problem.reduce(i, x.abs()) * f for i, (x, f) in each]) if learned is None else learned
-        soft = soft_mask(solver, u)
+        soft = soft_mask(solver, values_of(solver, psi) if learned is None else learned)
     else:
         assert isinstance(form.mask, Stored)
         soft = solver.state.per_unit[form.mask.name]

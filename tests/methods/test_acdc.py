@@ -14,9 +14,9 @@ from torch.func import functional_call
 from spartan import Block, Flops, Sparsifier, Unstructured
 from spartan.methods.acdc import ACDC
 from spartan.problem.schedules import Moment
+from tests.contract.algorithm_3 import POSITIONS, spread, units
 from tests.contract.cases import Net, batch
 from tests.methods.following import follow
-from tests.test_algorithm_3 import POSITIONS, spread, units
 
 T, SPARSITY, LR, MOMENTUM, DECAY = 30, 0.8, 0.1, 0.9, 1e-2
 # First step of each phase: dense, sparse, dense, ... The last dense one is three steps longer than the others.

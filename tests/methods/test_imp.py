@@ -11,8 +11,8 @@ from torch.func import functional_call
 
 from spartan import IMP, Block, Sparsifier, Unstructured, cubic, linear
 from spartan.problem.schedules import Schedule
+from tests.contract.algorithm_3 import spread, units
 from tests.contract.cases import Net, backward, batch
-from tests.test_algorithm_3 import spread, units
 
 T, W, FREEZE = 30, 12, 24  # steps, warm-up, first step of finetuning
 SPARSITY, LR, MOMENTUM, DECAY = 0.8, 0.1, 0.9, 1e-2

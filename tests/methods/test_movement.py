@@ -13,9 +13,9 @@ from torch.func import functional_call
 from spartan import Block, Flops, Sparsifier, Unstructured
 from spartan.methods.movement import Movement
 from spartan.problem.schedules import linear
+from tests.contract.algorithm_3 import POSITIONS, spread, units
 from tests.contract.cases import Net, batch
 from tests.methods.following import follow
-from tests.test_algorithm_3 import POSITIONS, spread, units
 
 T, W, FREEZE = 30, 15, 24  # steps, warm-up, first step of finetuning
 SPARSITY, LR, SCORE_LR, MOMENTUM, DECAY = 0.8, 0.1, 0.5, 0.9, 1e-2

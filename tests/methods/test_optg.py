@@ -13,10 +13,10 @@ from torch.func import functional_call
 
 from spartan import Block, Flops, Sparsifier, Unstructured
 from spartan.methods.optg import OptG
+from tests.contract.algorithm_3 import POSITIONS, spread, units
 from tests.contract.cases import Net, batch
 from tests.methods.following import follow
 from tests.methods.test_movement import top_k
-from tests.test_algorithm_3 import POSITIONS, spread, units
 
 T, STEEPNESS = 30, 12.0
 SPARSITY, LR, MOMENTUM, DECAY = 0.8, 0.2, 0.9, 1e-2

@@ -23,8 +23,9 @@ from spartan.methods.powerprop import Powerprop
 from spartan.problem.schedules import Moment
 from spartan.solvers.torch import TorchSolver
 from tests.contract import oracle
+from tests.contract.algorithm_3 import spread, units
 from tests.contract.cases import Net, backward, batch
-from tests.test_algorithm_3 import spread, units
+from tests.contract.own import straight_line
 
 T, W, FREEZE = 30, 6, 24  # steps, warm-up, first step of finetuning
 SPARSITY, LR, MOMENTUM, DECAY = 0.8, 0.1, 0.9, 1e-2
@@ -121,7 +122,7 @@ def test_the_gradient_is_the_inner_vjp_times_the_slope(inner: Any, pattern: Any)
     grads = [torch.randn_like(t) for t in thetas]
     leaves = [t.clone().requires_grad_() for t in thetas]
     form = method.inner.form(solver, at)
-    w = oracle.weights(solver, form, leaves)  # a plain expression of θ
+    w = oracle.weights(solver, form, leaves, straight_line(method.inner.name, solver, at))  # a plain expression of θ
     expected = torch.autograd.grad(w, leaves, grads, allow_unused=True)
     with torch.no_grad():
         turned = solver.turn(method.form(solver, at), grads)

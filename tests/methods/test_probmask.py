@@ -15,9 +15,9 @@ from spartan import Block, Flops, Sparsifier, Unstructured
 from spartan.methods.probmask import ProbMask
 from spartan.problem.schedules import Moment, linear
 from spartan.solvers.units import random_units
+from tests.contract.algorithm_3 import POSITIONS, spread
 from tests.contract.cases import Net, batch
 from tests.methods.test_movement import top_k
-from tests.test_algorithm_3 import POSITIONS, spread
 
 T, W, FREEZE = 30, 16, 24  # steps, warm-up, first step of finetuning
 HOLD, TAU = 0.25, 0.2

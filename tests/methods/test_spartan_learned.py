@@ -12,9 +12,9 @@ from torch.func import functional_call
 
 from spartan import Block, Flops, Sparsifier, Unstructured, linear
 from spartan.methods.spartan_learned import SpartanLearned
+from tests.contract.algorithm_3 import POSITIONS, exact, spread, units
 from tests.contract.cases import Net, batch
 from tests.methods.following import follow
-from tests.test_algorithm_3 import POSITIONS, soft_topk, spread, units
 
 T, W, FREEZE = 30, 9, 24  # steps, warm-up, first step of finetuning
 SPARSITY, LR, MOMENTUM, DECAY = 0.8, 0.1, 0.9, 1e-3
@@ -51,7 +51,7 @@ def reference(
         if t <= FREEZE:
             k = float(c.sum()) * (1.0 - SPARSITY * min(1.0, t / W))
             keep = top_k(phi.detach(), k, c)
-            m = soft_topk(phi * c, k, (1.0 + (beta_end - 1.0) * t / FREEZE) / unit, c)
+            m = exact(phi * c, k, (1.0 + (beta_end - 1.0) * t / FREEZE) / unit, c)
         if t == FREEZE:
             m = (m * keep).detach()
         w = dict(leaves)

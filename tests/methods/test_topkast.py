@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spartan import Block, Sparsifier, TopKAST, Unstructured
 from spartan.methods.powerprop import Powerprop
+from tests.contract.algorithm_3 import spread, units
 from tests.contract.cases import Net, batch
-from tests.test_algorithm_3 import spread, units
 from tests.training import loss_of, net, thetas, values
 
 T, W, FREEZE = 30, 6, 24  # steps, warm-up, first step of finetuning
