@@ -44,6 +44,8 @@ class DataConfig:
     download: bool = False
     # side length that large images are cropped to; small-image sets keep their own
     image_size: int = 224
+    # how large images are resized, when they are cropped and in RandAugment
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     # webdataset: how many samples the shards hold, and how many classes
     train_size: int | None = None
     test_size: int | None = None
