@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from spartan.vit import ViT
 from spartan.wording import nearest, one_line
 
 Shape = tuple[int, int, int]
 WRN = re.compile(r"wrn-(\d{1,99})-(\d{1,99})")
+VIT = re.compile(r"vit-(\d{1,99})-(\d{1,99})-(\d{1,99})")
 
 
 def build_model(
@@ -28,7 +30,8 @@ def build_model(
     """The model of this name, its weights drawn from torch's global RNG; ValueError that says why there is none.
 
     Args:
-        name: digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, torchvision/NAME, timm/NAME, or module:function.
+        name: digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, vit-DEPTH-WIDTH-PATCH, torchvision/NAME, timm/NAME, or
+            module:function.
         classes: how many scores it gives an image.
         shape: of an image: channels, height, width.
         arguments: for the constructor of torchvision or timm, or for the function.
@@ -46,13 +49,17 @@ def build_model(
         return _timm_model(inner, classes, shape, arguments)
     if ":" in name:
         return _users_model(name, {"classes": classes, **arguments})
-    wrn, ours = WRN.fullmatch(name), {"digits-cnn": digits_cnn, "resnet18-cifar": resnet18_cifar}
-    if name not in ours and wrn is None:
-        known = [*ours, "wrn-22-2", "torchvision/resnet50", "timm/vit_small_patch16_224"]
-        accepted = "digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, torchvision/NAME, timm/NAME, module:function"
+    wrn, vit = WRN.fullmatch(name), VIT.fullmatch(name)
+    ours = {"digits-cnn": digits_cnn, "resnet18-cifar": resnet18_cifar}
+    if name not in ours and wrn is None and vit is None:
+        known = [*ours, "wrn-22-2", "vit-6-192-4", "torchvision/resnet50", "timm/vit_small_patch16_224"]
+        accepted = "digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, vit-DEPTH-WIDTH-PATCH, torchvision/NAME, timm/NAME, "
+        accepted += "module:function"
         raise ValueError(f"model: {name!r} is unknown{nearest(name, known)}; accepted: {accepted}")
     if arguments:
         raise ValueError(f"model_args: {', '.join(arguments)}: {name} takes no arguments")
+    if vit:
+        return ViT(int(vit[1]), int(vit[2]), int(vit[3]), classes, shape)
     return WideResNet(int(wrn[1]), int(wrn[2]), classes, shape[0]) if wrn else ours[name](classes, shape[0])
 
 

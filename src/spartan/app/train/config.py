@@ -107,7 +107,7 @@ class Config:
     count: Literal["targets", "model"] = "targets"
     # fraction of a layer that is kept at least, where layers share a budget; or {glob: fraction}
     min_density: float | dict[str, float] = 0.0
-    # digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, torchvision/NAME, timm/NAME, or module:function
+    # digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, vit-DEPTH-WIDTH-PATCH, torchvision/NAME, timm/NAME, or module:function
     model: str = "digits-cnn"
     model_args: dict[str, Any] = field(default_factory=dict)
     # a file whose weights the run begins with: a packed one, or torch's .pt of a state dict; null: untrained
