@@ -7,7 +7,7 @@ from torch.nn import functional as F
 HEAD = 64  # width of an attention head, as in ViT-B/16 and in DeiT
 
 
-class Attention(nn.Module):
+class ViTAttention(nn.Module):
     """Self-attention; one matrix holds the queries', keys' and values' projections."""
 
     def __init__(self, width: int) -> None:
@@ -26,7 +26,7 @@ class ViTBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attn = Attention(width)
+        self.attn = ViTAttention(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
+from spartan.app.train.other_method import describe_dropped, dropped_settings
 from spartan.app.train.recipe_text import DEEPEST, LARGEST_NUMBER, is_small, parse_yaml, read_text, too_large
 from spartan.app.train.recipe_text import RecipeError as RecipeError
 from spartan.problem.costs import cost_by_name
@@ -88,6 +89,7 @@ class Config:
     # sparsity
     sparsity: float = 0.9
     method: str = "spartan"
+    # Changed by --set, a method comes with its own method_args, budget (but for a table), warmup and finetune.
     # arguments of the method; for spartan e.g. {beta: [1, 10]} or {solver: sinkhorn, init: threshold}
     method_args: dict[str, Any] = field(default_factory=dict)
     # unstructured, [h, w] for blocks, channel, channel:in, nm:N:M (nm:2:4), heads:H, or one of your own by its name
@@ -190,15 +192,37 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(recipe: str | Path, sets: Sequence[str] = ()) -> Config:
-    """A built-in recipe by name, or a YAML file, with `key=value` settings on top (dots reach into sections)."""
+    """A built-in recipe by name, or a YAML file, with `key=value` settings on top (dots reach into sections).
+
+    Where they change the method, the recipe's own settings of the old one are dropped; the description says so.
+    """
+    values, asked = _tables(recipe, sets)
+    note = describe_dropped(values, asked, Config.method)
+    for key in dropped_settings(values, asked, Config.method):
+        del values[key]
+    for setting in sets:
+        _apply_setting(values, setting)
+    if note and isinstance(description := values.get("description", ""), str):
+        values["description"] = f"{description}; {note}".removeprefix("; ")
+    return from_dict(values)
+
+
+def about_dropped(recipe: str | Path, sets: Sequence[str] = ()) -> str:
+    """One line about what `load_recipe` drops because the method is changed; empty where it drops nothing."""
+    return describe_dropped(*_tables(recipe, sets), Config.method)
+
+
+def _tables(recipe: str | Path, sets: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The recipe as its file has it, and the settings alone."""
     text, origin = _read(recipe)
     values = parse_yaml(text, origin)
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise RecipeError(f"{origin} must be a table of keys and values, not {type(values).__name__}")
+    asked: dict[str, Any] = {}
     for setting in sets:
-        _apply_setting(values, setting)
-    return from_dict(values)
+        _apply_setting(asked, setting)
+    return values, asked
 
 
 def _read(recipe: str | Path) -> tuple[str, str]:
