@@ -1,5 +1,7 @@
 """A vision transformer for small images, in plain layers."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -46,7 +48,7 @@ class ViT(nn.Module):
         shape: of an image: channels, height, width.
     """
 
-    def __init__(self, depth: int, width: int, patch: int, classes: int, shape: tuple[int, int, int]) -> None:
+    def __init__(self, depth: int, width: int, patch: int, classes: int, shape: Sequence[int]) -> None:
         super().__init__()
         name, (channels, height, across) = f"vit-{depth}-{width}-{patch}", shape
         if depth < 1 or width < HEAD or width % HEAD:

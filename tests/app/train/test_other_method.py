@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import spartan
 from spartan.app.cli import app
 from spartan.app.train.config import Config, RecipeError, about_dropped, load_recipe, recipe_names, to_yaml
-from spartan.app.train.setup import build_cost, build_method, build_model, build_sparsifier
+from spartan.app.train.setup import build_method, build_model, build_sparsifier
 from spartan.app.train.sweep import plan
 from spartan.methods import as_method
+from spartan.problem.costs import Cost, cost_by_name
 from spartan.problem.patterns import read_pattern
 
 METHODS = [entry.name for entry in spartan.methods()]
@@ -27,13 +29,19 @@ STAND_INS |= {"torchvision/vit_b_16": VIT, "timm/vit_small_patch16_224": VIT}
 STAND_INS |= {"wrn-22-2": "wrn-10-1", "wrn-16-1": "wrn-10-1", "vit-6-192-4": "vit-4-64-4"}
 
 
-def shape_of(config: Config) -> tuple[int, int, int]:
-    return (1, 8, 8) if config.data.source == "digits" else (3, 32, 32)
+def example_of(config: Config) -> Tensor:
+    """One input for a recipe's stand-in."""
+    return torch.zeros(1, 1, 8, 8) if config.data.source == "digits" else torch.zeros(1, 3, 32, 32)
+
+
+def cost_of(config: Config, model: nn.Module) -> Cost:
+    power, include, exclude = config.value_power, config.include, config.exclude
+    return cost_by_name(config.cost).for_run(model, example_of(config), power, include, exclude)
 
 
 def put_zeros(model: nn.Module, config: Config) -> None:
     """The zeros that `fixed` keeps."""
-    cost = build_cost(config, model, shape_of(config))
+    cost = cost_of(config, model)
     options: dict[str, Any] = {key: getattr(config, key) for key in ("include", "exclude", "count")}
     spartan.prune(model, config.sparsity, pattern=read_pattern(config.pattern), cost=cost, **options)
 
@@ -43,10 +51,11 @@ def put_zeros(model: nn.Module, config: Config) -> None:
 def test_every_recipe_with_every_method(recipe: str, method: str) -> None:
     asked, plain = load_recipe(recipe, [f"method={method}"]), load_recipe(recipe)
     config = dataclasses.replace(asked, model=STAND_INS.get(asked.model, asked.model), model_args={})
-    model, own = build_model(config, 10, shape_of(config)), build_method(config)
+    shape: Any = tuple(example_of(config).shape[1:])
+    model, own = build_model(config, 10, shape), build_method(config)
     if method == "fixed":
         put_zeros(model, config)
-    sparsifier = build_sparsifier(config, model, build_cost(config, model, shape_of(config)), STEPS)
+    sparsifier = build_sparsifier(config, model, cost_of(config, model), STEPS)
     if method == plain.method:
         assert asked == plain
         return
