@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import spartan
 from spartan.app.cli import app
-from spartan.app.train.config import Config, RecipeError, about_dropped, load_recipe, recipe_names, to_yaml
+from spartan.app.train.config import Config, RecipeError, load_recipe, load_with_note, recipe_names, to_yaml
 from spartan.app.train.setup import build_method, build_model, build_sparsifier
 from spartan.app.train.sweep import plan
 from spartan.methods import as_method
@@ -95,9 +95,9 @@ def test_every_recipe_with_every_method(recipe: str, method: str) -> None:
     ],
 )
 def test_what_is_dropped(recipe: str, sets: list[str], expected: Any, says: str) -> None:
-    config = load_recipe(recipe, sets)
+    config, note = load_with_note(recipe, sets)
     assert (config.method_args, config.warmup, config.finetune) == expected
-    assert about_dropped(recipe, sets) == says
+    assert note == says
     before = load_recipe(recipe).description
     assert config.description == (f"{before}; {says}" if says else before)
 
@@ -105,15 +105,14 @@ def test_what_is_dropped(recipe: str, sets: list[str], expected: Any, says: str)
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("method: topkast\nmethod_args: {exploration: 0.1}\nbudget: uniform\nwarmup: 0\n")
-    config = load_recipe(path)
-    assert (config.method, config.method_args, config.budget, config.warmup) == (
-        *("topkast", {"exploration": 0.1}, "uniform", 0.0),
+    config, note = load_with_note(path)
+    assert (note, config.method, config.method_args, config.budget, config.warmup) == (
+        *("", "topkast", {"exploration": 0.1}, "uniform", 0.0),
     )
-    assert not about_dropped(path)
-    assert not about_dropped(path, ["method=topkast", "seed=3"])
-    other = load_recipe(path, ["method=spartan"])
+    assert not load_with_note(path, ["method=topkast", "seed=3"])[1]
+    other, note = load_with_note(path, ["method=spartan"])
     assert (other.method_args, other.budget, other.warmup) == ({}, None, None)
-    assert other.description == about_dropped(path, ["method=spartan"])
+    assert other.description == note
     assert "method_args {exploration: 0.1}, budget uniform, warmup 0" in other.description
     path.write_text("budget: {'*': 0.5}\n")  # layers are no matter of methods
     assert load_recipe(path, ["method=rigl"]).budget == {"*": 0.5}
@@ -139,6 +138,10 @@ def test_a_sweep_over_methods(tmp_path: Path) -> None:
     assert [(job.config.method, job.config.method_args, job.config.finetune) for job in jobs] == [
         ("spartan", {"beta": [1, 20]}, 0.1),
         ("topkast", {}, 0.1),
+    ]
+    assert [job.note for job in jobs] == [
+        "",
+        "method topkast in place of spartan, without its method_args {beta: [1, 20]}",
     ]
 
 

@@ -16,7 +16,7 @@ from spartan.app.report.page import write_report
 from spartan.app.runs import data_name, find_runs, number, read_run, result_line
 from spartan.app.terminal import is_plain, print_table
 from spartan.app.train import loop
-from spartan.app.train.config import Config, RecipeError, about_dropped, load_recipe, recipe_names, to_yaml
+from spartan.app.train.config import Config, RecipeError, load_recipe, load_with_note, recipe_names, to_yaml
 from spartan.app.train.folder import check_resume_settings, choose_folder
 from spartan.app.train.processes import joined
 from spartan.app.train.sweep import Sweep, SweepDisplay, plan
@@ -83,8 +83,7 @@ def train(
             raise RecipeError(f"--resume continues a run as it was started; it cannot be combined with {given[0]}")
         check_resume_settings(sets or [])
     name = recipe or "digits"
-    asked = load_recipe(name, sets or ()) if resume is None else None
-    note = about_dropped(name, sets or ()) if resume is None else ""
+    asked, note = load_with_note(name, sets or ()) if resume is None else (None, "")
     if show and asked is not None:
         if note:
             typer.echo(note, err=True)  # not into the YAML
@@ -151,9 +150,8 @@ def sweep(
     sweeper = Sweep(recipe, folder, min(jobs, len(planned)))
     with SweepDisplay(planned, is_plain()) as display:
         display.line(f"{len(planned)} runs, {sweeper.at_once} at once -> {folder}")
-        for note in dict.fromkeys(about_dropped(recipe, job.sets) for job in planned):
-            if note:
-                display.line(note)
+        for note in filter(None, dict.fromkeys(job.note for job in planned)):
+            display.line(note)
         outcomes = sweeper.run(planned, display)
     failed = [outcome for outcome in outcomes if outcome.state == "failed"]
     if folder.is_dir() and any(o.state in ("finished", "skipped") for o in outcomes):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from spartan.app.train.other_method import describe_dropped, dropped_settings
+from spartan.app.train.other_method import drop_old_methods_settings
 from spartan.app.train.recipe_text import DEEPEST, LARGEST_NUMBER, is_small, parse_yaml, read_text, too_large
 from spartan.app.train.recipe_text import RecipeError as RecipeError
 from spartan.problem.costs import cost_by_name
@@ -45,8 +45,6 @@ class DataConfig:
     download: bool = False
     # side length that large images are cropped to; small-image sets keep their own
     image_size: int = 224
-    # how large images are resized, when they are cropped and in RandAugment
-    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     # webdataset: how many samples the shards hold, and how many classes
     train_size: int | None = None
     test_size: int | None = None
@@ -57,6 +55,8 @@ class DataConfig:
     cutout: int = 0
     # augmentation of large images: (operations, magnitude) of RandAugment
     randaugment: tuple[int, int] | None = None
+    # how large images are resized, when they are cropped and in RandAugment
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     # processes that decode and augment large images; with several training processes, so many for each
     workers: int = 8
 
@@ -196,24 +196,11 @@ def load_recipe(recipe: str | Path, sets: Sequence[str] = ()) -> Config:
 
     Where they change the method, the recipe's own settings of the old one are dropped; the description says so.
     """
-    values, asked = _tables(recipe, sets)
-    note = describe_dropped(values, asked, Config.method)
-    for key in dropped_settings(values, asked, Config.method):
-        del values[key]
-    for setting in sets:
-        _apply_setting(values, setting)
-    if note and isinstance(description := values.get("description", ""), str):
-        values["description"] = f"{description}; {note}".removeprefix("; ")
-    return from_dict(values)
+    return load_with_note(recipe, sets)[0]
 
 
-def about_dropped(recipe: str | Path, sets: Sequence[str] = ()) -> str:
-    """One line about what `load_recipe` drops because the method is changed; empty where it drops nothing."""
-    return describe_dropped(*_tables(recipe, sets), Config.method)
-
-
-def _tables(recipe: str | Path, sets: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The recipe as its file has it, and the settings alone."""
+def load_with_note(recipe: str | Path, sets: Sequence[str] = ()) -> tuple[Config, str]:
+    """As `load_recipe`, with a line about what was dropped because the method is another; empty where nothing was."""
     text, origin = _read(recipe)
     values = parse_yaml(text, origin)
     values = {} if values is None else values
@@ -222,7 +209,12 @@ def _tables(recipe: str | Path, sets: Sequence[str]) -> tuple[dict[str, Any], di
     asked: dict[str, Any] = {}
     for setting in sets:
         _apply_setting(asked, setting)
-    return values, asked
+    note = drop_old_methods_settings(values, asked, Config.method)
+    for setting in sets:
+        _apply_setting(values, setting)
+    if note and isinstance(description := values.get("description", ""), str):
+        values["description"] = f"{description}; {note}".removeprefix("; ")
+    return from_dict(values), note
 
 
 def _read(recipe: str | Path) -> tuple[str, str]:
