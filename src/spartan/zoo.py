@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spartan.gpt import GPT
+from spartan.vit import ViT
 from spartan.wording import nearest, one_line
 
 Shape = tuple[int, ...]  # of an image: channels, height, width; of text: how many tokens
 WRN = re.compile(r"wrn-(\d{1,99})-(\d{1,99})")
+VIT = re.compile(r"vit-(\d{1,99})-(\d{1,99})-(\d{1,99})")
 
 
 def build_model(
@@ -29,7 +31,8 @@ def build_model(
     """The model of this name, its weights drawn from torch's global RNG; ValueError that says why there is none.
 
     Args:
-        name: digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, gpt, torchvision/NAME, timm/NAME, or module:function.
+        name: digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, vit-DEPTH-WIDTH-PATCH, gpt, torchvision/NAME, timm/NAME, or
+            module:function.
         classes: how many scores it gives an image.
         shape: of an image: channels, height, width; of text: how many tokens.
         arguments: for gpt, for the constructor of torchvision or timm, or for the function.
@@ -53,13 +56,19 @@ def build_model(
         return _call(GPT, name, {"classes": classes, "context": shape[0]}, arguments)
     if len(shape) != 3:
         raise ValueError(f"model: {name} takes images, and {source} has sequences of tokens; gpt takes these")
-    wrn, ours = WRN.fullmatch(name), {"digits-cnn": digits_cnn, "resnet18-cifar": resnet18_cifar}
-    if name not in ours and wrn is None:
-        known = [*ours, "gpt", "wrn-22-2", "torchvision/resnet50", "timm/vit_small_patch16_224"]
-        accepted = "digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, gpt, torchvision/NAME, timm/NAME, module:function"
+    wrn, vit = WRN.fullmatch(name), VIT.fullmatch(name)
+    ours = {"digits-cnn": digits_cnn, "resnet18-cifar": resnet18_cifar}
+    if name not in ours and wrn is None and vit is None:
+        known = [*ours, "gpt", "wrn-22-2", "vit-6-192-4", "torchvision/resnet50", "timm/vit_small_patch16_224"]
+        accepted = (
+            "digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, vit-DEPTH-WIDTH-PATCH, gpt, torchvision/NAME, timm/NAME, "
+        )
+        accepted += "module:function"
         raise ValueError(f"model: {name!r} is unknown{nearest(name, known)}; accepted: {accepted}")
     if arguments:
         raise ValueError(f"model_args: {', '.join(arguments)}: {name} takes no arguments")
+    if vit:
+        return ViT(int(vit[1]), int(vit[2]), int(vit[3]), classes, shape)
     return WideResNet(int(wrn[1]), int(wrn[2]), classes, shape[0]) if wrn else ours[name](classes, shape[0])
 
 

@@ -21,6 +21,7 @@ from spartan.zoo import digits_cnn
 NAMES = [
     "bytes-gpt",
     "cifar10-resnet18",
+    "cifar10-vit",
     "cifar10-wrn22",
     "cifar100-wrn22",
     "digits",

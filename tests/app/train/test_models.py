@@ -8,6 +8,7 @@ from torch import nn
 
 from spartan import zoo
 from spartan.app.train.config import RecipeError, from_dict
+from spartan.app.train.parallel import blocks
 from spartan.app.train.setup import build_model
 
 
@@ -28,6 +29,8 @@ def parameters(model: nn.Module) -> int:
         ("wrn-16-1", 10, (1, 28, 28), 0.17e6, 0.18e6),
         ("wrn-10-3", 7, (2, 16, 16), 0.6e6, 0.8e6),
         ("resnet18-cifar", 10, (3, 32, 32), 11.17e6, 11.18e6),
+        ("vit-6-192-4", 10, (3, 32, 32), 2_693_578, 2_693_578),
+        ("vit-2-64-4", 7, (1, 28, 20), 0.1e6, 0.11e6),
         ("torchvision/resnet18", 5, (3, 64, 64), 11.1e6, 11.3e6),
         ("torchvision/squeezenet1_1", 5, (3, 64, 64), 0.7e6, 0.8e6),
         ("timm/resnet10t", 7, (3, 32, 32), 4e6, 6e6),
@@ -75,12 +78,46 @@ def test_vits_follow_the_image_size() -> None:
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 5)
 
 
+def test_our_vit_computes_what_torchs_transformer_does() -> None:
+    torch.manual_seed(0)
+    model, x = build("vit-2-128-8").eval(), torch.randn(3, 3, 32, 32)
+    state = model.state_dict()
+    layer = nn.TransformerEncoderLayer(128, 2, 512, 0.0, "gelu", batch_first=True, norm_first=True)
+    torchs = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    theirs = {
+        "norm1": "norm1",
+        "norm2": "norm2",
+        "self_attn.out_proj": "attn.proj",
+        "linear1": "mlp.0",
+        "linear2": "mlp.2",
+    }
+    theirs |= {"self_attn.in_proj": "attn.qkv"}
+    for key, value in torchs.state_dict().items():
+        _, number, inner = key.split(".", 2)
+        name, _, what = inner.rpartition("_" if "in_proj_" in inner else ".")
+        value.copy_(state[f"blocks.{number}.{theirs[name]}.{what}"])
+    cut = x.unfold(2, 8, 8).unfold(3, 8, 8).permute(0, 2, 3, 1, 4, 5).reshape(3, 16, -1)  # patches row by row
+    tokens = cut @ state["patches.weight"].flatten(1).T + state["patches.bias"]
+    tokens = torch.cat([state["token"].expand(3, 1, -1), tokens], 1) + state["positions"]
+    first = nn.functional.layer_norm(torchs(tokens)[:, 0], [128], state["norm.weight"], state["norm.bias"])
+    expected = first @ state["head.weight"].T + state["head.bias"]
+    assert torch.allclose(model(x), expected, atol=1e-5)
+    assert len(blocks(model)) == 2  # what FSDP2 gathers at a time
+
+
 @pytest.mark.parametrize(
     ("name", "args", "says"),
     [
         ("wrn22-2", {}, r"model: 'wrn22-2' is unknown \(did you mean wrn-22-2\?\)"),
         ("wrn-23-2", {}, r"model: wrn-23-2 does not exist.*did you mean wrn-22-2\?"),
         ("wrn-22-0", {}, r"did you mean wrn-22-1\?"),
+        ("vit-6-192", {}, r"model: 'vit-6-192' is unknown \(did you mean vit-6-192-4\?\)"),
+        ("vit-6-200-4", {}, r"the width a multiple of 64 \(did you mean vit-6-192-4\?\)"),
+        ("vit-0-10-4", {}, r"did you mean vit-1-64-4\?"),
+        ("vit-6-192-5", {}, "model: vit-6-192-5 cannot cut images of 32×32 into squares of 5×5"),
+        ("vit-6-192-0", {}, "cannot cut images of 32×32 into squares of 0×0"),
+        ("vit-1001-64-4", {}, "model: vit-1001-64-4 is too large; a depth of at most 1000"),
+        ("vit-6-192-4", {"heads": 4}, "model_args: heads: vit-6-192-4 takes no arguments"),
         ("digits-cnn", {"depth": 3}, "model_args: depth: digits-cnn takes no arguments"),
         ("torchvision/resnet51", {}, r"torchvision has no model 'resnet51' \(did you mean resnet50\?\)"),
         ("torchvision/fasterrcnn_resnet50_fpn", {}, "torchvision has no model"),

@@ -16,7 +16,7 @@ from spartan.app.report.page import write_report
 from spartan.app.runs import BITS, data_name, find_runs, number, read_run, result_line
 from spartan.app.terminal import is_plain, print_table
 from spartan.app.train import loop
-from spartan.app.train.config import Config, RecipeError, load_recipe, recipe_names, to_yaml
+from spartan.app.train.config import Config, RecipeError, load_recipe, load_with_note, recipe_names, to_yaml
 from spartan.app.train.folder import check_resume_settings, choose_folder
 from spartan.app.train.processes import joined
 from spartan.app.train.sweep import Sweep, SweepDisplay, plan
@@ -74,6 +74,9 @@ def train(
 
     The folder gets the resolved recipe, versions, metrics.jsonl, TensorBoard events, checkpoints, model.safetensors,
     summary.json and report.html. Every mistake in a recipe is found before the folder is made.
+
+    A recipe takes any method: --set method=rigl brings RigL's own arguments, budget, warm-up and finetuning, and drops
+    the recipe's method_args, budget, warmup and finetune, but for those that --set gives too. One line says which.
     """
     if resume is not None:
         given = [n for n, v in {"RECIPE": recipe, "--out": out, "--show": show}.items() if v]
@@ -81,8 +84,10 @@ def train(
             raise RecipeError(f"--resume continues a run as it was started; it cannot be combined with {given[0]}")
         check_resume_settings(sets or [])
     name = recipe or "digits"
-    asked = load_recipe(name, sets or ()) if resume is None else None
+    asked, note = load_with_note(name, sets or ()) if resume is None else (None, "")
     if show and asked is not None:
+        if note:
+            typer.echo(note, err=True)  # not into the YAML
         typer.echo(to_yaml(asked), nl=False)
         return
 
@@ -105,6 +110,8 @@ def train(
         about = f"{new.method} at sparsity {new.sparsity:g}, {new.epochs} epochs" if new else ""
         if us.first and not quiet:
             typer.echo(f"{name}: {about}{on} -> {folder}" if new else f"continuing {folder}{on}")
+            if new and note:
+                typer.echo(note)
         if new is None:
             summary = loop.resume(folder, sets or [] if resume else [], quiet=quiet)
         else:
@@ -130,7 +137,8 @@ def sweep(
 
     At the end come the table of `spartan compare` and a report for the whole folder. The same command again does what
     is missing: finished runs are skipped, unfinished ones continued, failed ones tried again. A failing run does not
-    stop the others; it is named at the end, and the exit code is 1.
+    stop the others; it is named at the end, and the exit code is 1. A changed method comes with its own arguments,
+    budget and phases, as in `spartan train`.
 
     \b
     spartan sweep digits --set method=spartan,topkast,imp --set sparsity=.9,.95,.98 --seeds 3
@@ -143,6 +151,8 @@ def sweep(
     sweeper = Sweep(recipe, folder, min(jobs, len(planned)))
     with SweepDisplay(planned, is_plain()) as display:
         display.line(f"{len(planned)} runs, {sweeper.at_once} at once -> {folder}")
+        for note in filter(None, dict.fromkeys(job.note for job in planned)):
+            display.line(note)
         outcomes = sweeper.run(planned, display)
     failed = [outcome for outcome in outcomes if outcome.state == "failed"]
     if folder.is_dir() and any(o.state in ("finished", "skipped") for o in outcomes):

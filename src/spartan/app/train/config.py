@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
+from spartan.app.train.other_method import drop_old_methods_settings
 from spartan.app.train.recipe_text import DEEPEST, LARGEST_NUMBER, is_small, parse_yaml, read_text, too_large
 from spartan.app.train.recipe_text import RecipeError as RecipeError
 from spartan.problem.costs import cost_by_name
@@ -59,6 +60,8 @@ class DataConfig:
     cutout: int = 0
     # augmentation of large images: (operations, magnitude) of RandAugment
     randaugment: tuple[int, int] | None = None
+    # how large images are resized, when they are cropped and in RandAugment
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     # processes that decode and augment large images; with several training processes, so many for each
     workers: int = 8
 
@@ -91,6 +94,7 @@ class Config:
     # sparsity
     sparsity: float = 0.9
     method: str = "spartan"
+    # Changed by --set, a method comes with its own method_args, budget (but for a table), warmup and finetune.
     # arguments of the method; for spartan e.g. {beta: [1, 10]} or {solver: sinkhorn, init: threshold}
     method_args: dict[str, Any] = field(default_factory=dict)
     # unstructured, [h, w] for blocks, channel, channel:in, nm:N:M (nm:2:4), heads:H, or one of your own by its name
@@ -110,7 +114,7 @@ class Config:
     count: Literal["targets", "model"] = "targets"
     # fraction of a layer that is kept at least, where layers share a budget; or {glob: fraction}
     min_density: float | dict[str, float] = 0.0
-    # digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, torchvision/NAME, timm/NAME, or module:function
+    # digits-cnn, wrn-DEPTH-WIDTH, resnet18-cifar, vit-DEPTH-WIDTH-PATCH, torchvision/NAME, timm/NAME, or module:function
     model: str = "digits-cnn"
     model_args: dict[str, Any] = field(default_factory=dict)
     # a file whose weights the run begins with: a packed one, or torch's .pt of a state dict; null: untrained
@@ -195,17 +199,29 @@ def recipe_names() -> list[str]:
 def load_recipe(recipe: str | Path, sets: Sequence[str] = ()) -> Config:
     """A built-in recipe by name, or a YAML file, with `key=value` settings on top (dots reach into sections).
 
-    A recipe may have other sizes of itself: under `sizes`, by name, what then differs; `size=NAME` picks one.
+    A recipe may have other sizes of itself: under `sizes`, by name, what then differs; `size=NAME` picks one. Where the
+    settings change the method, the recipe's own settings of the old one are dropped; the description says so.
     """
+    return load_with_note(recipe, sets)[0]
+
+
+def load_with_note(recipe: str | Path, sets: Sequence[str] = ()) -> tuple[Config, str]:
+    """As `load_recipe`, with a line about what was dropped because the method is another; empty where nothing was."""
     text, origin = _read(recipe)
     values = parse_yaml(text, origin)
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise RecipeError(f"{origin} must be a table of keys and values, not {type(values).__name__}")
     values, sets = _of_size(values, sets)
+    asked: dict[str, Any] = {}
+    for setting in sets:
+        _apply_setting(asked, setting)
+    note = drop_old_methods_settings(values, asked, Config.method)
     for setting in sets:
         _apply_setting(values, setting)
-    return from_dict(values)
+    if note and isinstance(description := values.get("description", ""), str):
+        values["description"] = f"{description}; {note}".removeprefix("; ")
+    return from_dict(values), note
 
 
 def _of_size(values: dict[str, Any], sets: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

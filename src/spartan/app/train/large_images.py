@@ -201,6 +201,7 @@ class Images(Dataset[Sample | RecipeError]):
     def __init__(self, table: ImageTable, config: Config, train: bool) -> None:
         self.table, self.seed, self.train = table, config.seed, train
         self.size, self.randaugment = config.data.image_size, config.data.randaugment
+        self.interpolation = config.data.interpolation
 
     def __getitem__(self, key: Key) -> Sample | RecipeError:
         from PIL import Image, UnidentifiedImageError
@@ -212,7 +213,7 @@ class Images(Dataset[Sample | RecipeError]):
         except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for damaged files
             reason = "no known format" if isinstance(error, UnidentifiedImageError) else error
             return RecipeError(f"data.path: an image in {self.table.name(index)} cannot be read ({reason})")
-        transform = _transform(self.size, self.randaugment, self.train)
+        transform = _transform(self.size, self.randaugment, self.interpolation, self.train)
         with torch.random.fork_rng(devices=[]):
             # The CPU's generator alone; `torch.manual_seed` would reseed the GPU's as well.
             torch.default_generator.manual_seed(seed_of(self.seed, epoch, index))
@@ -220,15 +221,18 @@ class Images(Dataset[Sample | RecipeError]):
 
 
 @functools.cache
-def _transform(size: int, randaugment: tuple[int, int] | None, train: bool) -> Callable[[Any], Tensor]:
+def _transform(
+    size: int, randaugment: tuple[int, int] | None, interpolation: str, train: bool
+) -> Callable[[Any], Tensor]:
     """Made in the process that uses it: a worker must be able to import torchvision by itself."""
     zoo.torchvision()
     v2 = importlib.import_module("torchvision.transforms.v2")
+    mode = v2.InterpolationMode(interpolation)
     if train:
-        steps = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()]
-        steps += [v2.RandAugment(*randaugment)] if randaugment else []
+        steps = [v2.RandomResizedCrop(size, interpolation=mode), v2.RandomHorizontalFlip()]
+        steps += [v2.RandAugment(*randaugment, interpolation=mode)] if randaugment else []
     else:
-        steps = [v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size)]
+        steps = [v2.Resize(round(size * 256 / 224), interpolation=mode), v2.CenterCrop(size)]
     transform: Callable[[Any], Tensor] = v2.Compose([*steps, v2.PILToTensor()])
     return transform
 

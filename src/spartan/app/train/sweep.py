@@ -15,7 +15,7 @@ from typing import Literal
 
 from spartan.app.runs import epochs_done, identity, is_finished, is_run, read_run, result_line
 from spartan.app.terminal import ProgressBar
-from spartan.app.train.config import Config, RecipeError, load_recipe
+from spartan.app.train.config import Config, RecipeError, load_with_note
 from spartan.app.train.processes import StopSignals
 from spartan.app.train.recipe_text import compose_yaml
 from spartan.wording import shortened
@@ -29,6 +29,8 @@ class Job:
     config: Config
     # the settings on top of the recipe, seed included
     sets: tuple[str, ...]
+    # what of the recipe they made go, with its method
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def plan(recipe: str, sets: Sequence[str], seeds: int | None, out: Path) -> list
     points = grid(sets, seeds)
     common = set.intersection(*map(set, points))
     for point in points:
-        config = load_recipe(recipe, point)
+        config, note = load_with_note(recipe, point)
         same = identity(config)
         if same in jobs:
             continue
@@ -94,7 +96,7 @@ def plan(recipe: str, sets: Sequence[str], seeds: int | None, out: Path) -> list
         if same not in there and (folder in taken or folder.exists()):
             folder = folder.with_name(f"{folder.name}-{hashlib.sha256(same.encode()).hexdigest()[:8]}")
         taken.add(folder)
-        jobs[same] = Job(folder, config, point)
+        jobs[same] = Job(folder, config, point, note)
     return list(jobs.values())
 
 
