@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spartan.scalars import as_plain
 from spartan.wording import one_line, printable
-from spartan.zoo import WRN, Shape, build_model
+from spartan.zoo import VIT, WRN, Shape, build_model
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 # Arguments that a file may set. Those that load weights, fetch or name classes are not among them.
-_DEPTHS = {"depth", "num_layers"}
+_DEPTHS = {"depth", "num_layers", "layers"}
 _SIZES = {"num_classes", "in_chans", "img_size", "image_size", "patch_size", "num_heads", "hidden_dim", "mlp_dim"}
-_SIZES |= {"embed_dim", "groups", "width_per_group", *_DEPTHS}
+_SIZES |= {"embed_dim", "groups", "width_per_group", "width", "heads", *_DEPTHS}
 _RATES = {"drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate", "dropout", "attention_dropout"}
 _RATES |= {"stochastic_depth_prob", "mlp_ratio"}
 _NAME = re.compile(r"(torchvision/|timm/)?[A-Za-z0-9_.-]+")
@@ -153,7 +153,7 @@ def _parse_reference(reference: Mapping[str, Any], tensors: int) -> tuple[str, i
     classes, shape = reference.get("classes", 1000), reference.get("shape", (3, 224, 224))
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise Unbuildable(f"{ascii(name)[:80]} is not a name of a model")
-    if not isinstance(shape, list | tuple) or len(shape) != 3:
+    if not isinstance(shape, list | tuple) or len(shape) != (1 if name == "gpt" else 3):
         raise Unbuildable(f"{name} has a shape that is not that of an image: channels, height and width")
     sizes = [classes, *shape, *(value for key, value in arguments.items() if key in _SIZES)]
     rates = [value for key, value in arguments.items() if key in _RATES]
@@ -162,11 +162,11 @@ def _parse_reference(reference: Mapping[str, Any], tensors: int) -> tuple[str, i
     if not all(type(rate) in (int, float) and 0 <= rate < 100 for rate in rates):
         raise Unbuildable(f"{name} has arguments that are not rates")
     # A layer has a tensor at least: more layers than tensors do not fit, and would take long to build.
-    wrn = WRN.fullmatch(name)
-    depths = [value for key, value in arguments.items() if key in _DEPTHS] + ([int(wrn[1])] if wrn else [])
-    if max(depths, default=0) > tensors or (wrn and len(name) > 20):
+    ours = WRN.fullmatch(name) or VIT.fullmatch(name)
+    depths = [value for key, value in arguments.items() if key in _DEPTHS] + ([int(ours[1])] if ours else [])
+    if max(depths, default=0) > tensors or (ours and len(name) > 20):
         raise Unbuildable(f"{name} has more layers than the file has tensors")
-    return name, classes, (shape[0], shape[1], shape[2]), dict(arguments)
+    return name, classes, tuple(shape), dict(arguments)
 
 
 def differences(model: Mapping[str, Tensor], file: Shapes) -> str | None:

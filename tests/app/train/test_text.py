@@ -250,7 +250,6 @@ def test_commands(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "Bits per byte, last epoch",
         f"{bits:.4f}",
         "Samples",
-        "FLOPs are per sequence",
         "sequences/s",
         "sha256",
     ):
