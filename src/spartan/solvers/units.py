@@ -123,6 +123,8 @@ class Units:
 
     def of_targets(self, per_target: Tensor) -> Tensor:
         """One number per target at each of its units; differentiable."""
+        if per_target.requires_grad:  # going back through what is below, a GPU adds up in any order
+            return torch.cat([x.expand(n) for x, n in zip(per_target.unbind(), self.problem.units, strict=True)])
         return per_target.repeat_interleave(self.constant(self.problem.units), output_size=self.count)
 
     def sum_by_target(self, *vectors: Tensor) -> Tensor:

@@ -10,7 +10,20 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from spartan.solvers.triton import drawing, gradient, nm, powers, ratios, rounds, runs, slopes, spread, units, weights
+from spartan.solvers.triton import (
+    drawing,
+    gradient,
+    mailbox,
+    nm,
+    powers,
+    ratios,
+    rounds,
+    runs,
+    slopes,
+    spread,
+    units,
+    weights,
+)
 from spartan.solvers.triton.search import search
 from spartan.solvers.triton.state import CUT, WHOLE_CUT
 
@@ -343,6 +356,8 @@ if __name__ == "__main__":
             check_order(made["ttgir"])
             assert re.search(r"ld\.global\S*\.v4\.b32", made["ptx"])
     told: dict[str, Any] = {**owners, "told": "*fp64", "moments": "*fp64", "ends": "*fp64"}
+    slots: dict[str, Any] = {"slots": "*fp64", "to": "*fp64", "width": "i32", "columns": "i32", "step": "i32"}
+    assert "ld.volatile.global" in made_of(mailbox.fetch, slots, SLOTS=1024, BLOCK=128)["ptx"]
     compile_it(ratios.ratios, ROWS=512)
     compile_it(ratios.tell_pulls, {**told, "counted": "*i32"}, ROWS=512)
     compile_it(ratios.told_ratios, told)

@@ -200,7 +200,8 @@ in_the_interpreter = pytest.mark.skipif(DEVICE.type != "cpu", reason="the interp
 def test_many_segments_launch_no_more_than_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, many = (launches(monkeypatch, name, budget) for budget in ("global", "erk"))
     assert many == one
-    assert len(one[1]) == {"spartan": 9, "topkast": 6, "imp": 7}[name]
+    # One of them fetches the budgets and β, which plain torch filled in before, a launch for each.
+    assert len(one[1]) == {"spartan": 10, "topkast": 7, "imp": 8}[name]
     assert len(one[-1]) == 6  # with fixed masks: gradients, put, take, write, and a look at gradients
 
 
@@ -322,7 +323,7 @@ def test_stored_masks(budget: str) -> None:
 def test_stored_masks_launch_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for budget in ("global", "erk"):
         steps = launches(monkeypatch, "stored", budget)
-        assert sorted(steps[0]) == ["check", "clear", "project", "put", "take", "where_stored"]
+        assert sorted(steps[1]) == ["check", "clear", "project", "put", "take", "where_stored"]  # the first rewires
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="on a CPU there is nothing to wait for")

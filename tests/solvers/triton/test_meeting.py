@@ -70,6 +70,8 @@ def run_program(index: int, shared: dict[str, Tensor], barrier: Any) -> None:
     for step, beta in enumerate(BETAS):
         if index == 0:
             solver._tell(list(BUDGETS.values()), None if beta is None else [beta] * 4)
+            turns.append(0)
+            states.fetch()
         barrier.wait(300)
         now = values(step)
         turns.append(index)

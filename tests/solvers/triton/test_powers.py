@@ -25,7 +25,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ASKED: dict[str, Any] = {"prices": [1.0, 0.25, 3.0, 0.5], "owners": [0, 0, 1, 1], "value_power": 0.5}
-RESTARTING = {"acdc", "rigl"}
 FORMS = {
     "spartan": Form(Mask.SOFT, VJP.THROUGH),
     "spartan-soft": Form(Mask.SOFT, VJP.THROUGH, project=False),
@@ -58,7 +57,7 @@ def cut_off(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and DEVICE.type == "cpu"
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in RESTARTING])
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not method.restarts])
 def test_a_run_is_the_same(name: str) -> None:
     assert "by triton\n" in repr(same(Powerprop(METHODS[name]), skip=3))
 

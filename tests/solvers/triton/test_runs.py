@@ -15,11 +15,13 @@ from spartan.methods.feather import Feather
 from spartan.methods.movement import Movement
 from spartan.methods.optg import OptG
 from spartan.methods.rigl import RigL
+from spartan.methods.set import SET
 from spartan.methods.soft_threshold import STR
 from spartan.methods.spartan_learned import SpartanLearned
 from spartan.methods.srste import SRSTE
 from spartan.methods.st3 import ST3
 from spartan.methods.static import Static
+from spartan.methods.svite import SViTE
 from spartan.problem.patterns import Pattern
 from spartan.solvers.triton.frozen import FrozenTritonSolver
 from tests.solvers.triton import DEVICE
@@ -94,7 +96,7 @@ METHODS = {
     "topkast-b": TopKAST(backward_sparsity=0.1, exploration=1e-2),
     "imp": IMP(),
     "movement": Movement(),
-    "optg": OptG(steepness=8),
+    "optg": OptG(epochs=4, steepness=2),
     "feather": Feather(),
     "feather-2": Feather(p=2.5, pruned_gradient=0.25),
     "st3": ST3(),
@@ -104,8 +106,11 @@ METHODS = {
     "spartan-learned": SpartanLearned(beta=linear(1, 5)),
     "acdc": ACDC(first_dense=0.2, phase=0.17, last_dense=0.17),
     "rigl": RigL(every=2),
+    "set": SET(every=2),
+    "svite": SViTE(every=2),
     "static": Static(),
     "str": STR(init=-2.0),
+    "st3-sigma": ST3(sigma=True),
 }
 
 

@@ -18,7 +18,7 @@ from spartan.solvers.triton.reading import LONGEST, Reading
 from spartan.solvers.triton.single import TritonSolver
 from spartan.solvers.triton.state import States
 from spartan.solvers.triton.tables import Addresses, Pieces
-from spartan.solvers.triton.turning import add_gradient, plain
+from spartan.solvers.triton.turning import plain
 
 TILE = 2048  # entries that a program holds at once
 
@@ -156,7 +156,7 @@ class BlockSolver(TritonSolver):
             self.write_below(form, key, lambda: self.launch_below(thetas, by_units), launch)
         else:
             x.write(key, launch)
-            x.before.note("write", form, x.to_parameters, key, launch)
+            x.before.note("write", form, x.to_parameters, self.sources(form), key, launch)
 
     def launch_restart(self, masks: Tensor) -> Callable[[], None]:
         """What launches `restart`."""
@@ -203,8 +203,14 @@ class BlockSolver(TritonSolver):
         self._sum_products(grads, self._pulls)
         given = self._u, reading.ranks, self._pulls, self._taus, self._masks, p.table, p.segments, self._grids[0]
         rest = p.factors, states.floats, states.ints, self._sums
-        self.pull_on_shift(name, kinds, lambda: x.run(of_units.of_shifted, *given, *rest, pieces=p))
-        add_gradient(self.state.learned_per_target[name], self._on_shifts)
+        shifts = self.state.learned_per_target[name]
+        learn = self._on_shifts.launch(shifts, self._sums)
+
+        def launch_pull() -> None:
+            x.run(of_units.of_shifted, *given, *rest, pieces=p)
+            learn()
+
+        x.replay(("on shift", shifts.data_ptr(), *plain(kinds)), launch_pull)
         tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), self._masks, self._pulls, p.table
         self._over_units(spread.bend, *tables, *self._grids, **kinds, **self._grain_of(x.to_grads, x.to_thetas))
 

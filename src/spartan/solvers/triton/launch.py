@@ -22,23 +22,37 @@ DTYPES: dict[torch.dtype, Any] = {
 }
 
 
+# Where launches read what a form names, beside weights and gradients.
+Sources = tuple[int, ...]
+
+
 class Before:
     """What was launched the last time: in training it is launched again, as a rule, and nothing need be found out."""
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[Form, int, Any, Callable[[], None]]] = {}
+        self._last: dict[str, tuple[Form, int, Sources, Any, Callable[[], None]]] = {}
 
-    def of(self, what: str, form: Form, where: Addresses, tensors: Grads) -> tuple[Any, Callable[[], None]] | None:
-        """The launch and its name, if it was of the same form and the same tensors."""
+    def of(
+        self, what: str, form: Form, where: Addresses, tensors: Grads, sources: Sources | None
+    ) -> tuple[Any, Callable[[], None]] | None:
+        """The launch and its name, if it was of the same form, the same tensors and the same sources."""
         last = self._last.get(what)
-        if last is None or last[0] != form or not where.same(tensors, last[1]):
+        if last is None or last[2] != sources or last[0] != _declared(form) or not where.same(tensors, last[1]):
+            self._last.pop(what, None)  # something else will be launched now
             return None
-        return last[2:]
+        return last[3:]
 
-    def note(self, what: str, form: Form, where: Addresses, key: Any, launch: Callable[[], None]) -> None:
-        """Remember it, where masks go by magnitude: then nothing but these addresses can differ the next time."""
-        if form.by_magnitude:
-            self._last[what] = form, where.version, key, launch
+    def note(
+        self, what: str, form: Form, where: Addresses, sources: Sources | None, key: Any, launch: Callable[[], None]
+    ) -> None:
+        """Remember it, where nothing but these addresses can differ the next time."""
+        if sources is not None:
+            self._last[what] = _declared(form), where.version, sources, key, launch
+
+
+def _declared(form: Form) -> Form:
+    """Without an expression of its own, which is a new object every time: kernels read the rest."""
+    return form if form.own is None else form._replace(own=None)
 
 
 class Launcher:

@@ -106,6 +106,8 @@ class KernelMasks(KernelTheta):
             topk = self.topk_of("ranks")
             topk.cold = topk.cold or beta is not None  # where a soft mask comes to lie depends on where it began
             self._solve_by(topk, values.contiguous(), k, beta)
+            if shifted is None:
+                self.kernels.replay.flush()  # who gave the ranks may ask for what is kept of them
 
     def ranks_to_search(self, name: str) -> Tensor:
         """Ranks shifted by what is learned under this name, which stay as they are until the next search."""
@@ -151,7 +153,9 @@ class KernelMasks(KernelTheta):
         if name not in self._others:
             problem, segments = self.problem, len(self.problem.segments)
             each = problem.units, problem.unit_costs, None, self.device
-            self._others[name] = self.make_topk(*each, problem.segment_of, segments)
+            # Ranks that are made by launches: the search runs with them, and with what then writes weights.
+            held = {"replay": self.kernels.replay, "name": "solve ranks", "fixed": False} if name == "ranks" else {}
+            self._others[name] = self.make_topk(*each, problem.segment_of, segments, **held)
         return self._others[name]
 
     def go_on_from(self, solution: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags
 from spartan.solvers.forms import VJP, Form, Mask, Shifted, Shrunk, Stored
 from spartan.solvers.triton import weights
+from spartan.solvers.triton.launch import Sources
 from spartan.solvers.triton.state import States
 from spartan.solvers.triton.tables import Addresses
 from spartan.solvers.triton.vectors import KernelVectors
@@ -84,6 +85,18 @@ class FormReader(KernelVectors):
             ranks = topk.addresses.along(self.state.learned[form.learned], topk.starts)
             return Reading(weights.ABOVE, ranks, None, topk.states)
         return Reading(weights.ABOVE, None, None, states) if self._mine else None
+
+    def sources(self, form: Form) -> Sources | None:
+        """Where kernels read what the form names; None where more than that may differ from one step to the next."""
+        if form.learned is not None or form.more is not None:
+            return None
+        if isinstance(form.mask, Shifted):
+            shifts, topk = self.state.learned_per_target[form.mask.name], self.topk_of("ranks")
+            known = self._saved is None and self.a is topk.states.selection()
+            return (shifts.data_ptr(), topk.addresses.version) if known else None
+        if form.stored is not None:
+            return self.state.per_unit[form.stored].data_ptr(), self._to_masks.version
+        return () if self._mine and form.own is None else None
 
     def _shifted(self, name: str) -> Reading | None:
         """Ranks that a learned number per target moves; after a resume they are made once more."""

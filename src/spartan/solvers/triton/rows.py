@@ -152,7 +152,7 @@ class RowSolver(TritonSolver):
 
         def launch() -> None:
             if outputs is not None:
-                given = self._stretches, self.ranked.segments, self._strides, self.ranked.factors, numbers
+                given = self._on_shifts.stretches, self.ranked.segments, self._strides, self.ranked.factors, numbers
                 outputs.launch(thetas, given, {**self._tile, "DTYPE": x.dtype})
             self._over_runs(nm.project, *tables, **kinds, **self._passes)
 

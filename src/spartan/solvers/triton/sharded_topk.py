@@ -113,7 +113,8 @@ class ShardedTopK(TopK):
         """Put the thresholds, and with finite β the duals, into the states; all processes must ask."""
         where, dtype = self.places_of(values)
         self.replay.flush()  # others wait for what is asked now: nothing can be put off
-        self._tell(k, beta)
+        if self._tell(k, beta):
+            self.states.fetch()
         kinds = {"ABS": self.absolute, "POWER": power, "DTYPE": DTYPES[dtype]}
         soft, cold = beta is not None, self.cold
         search = Search(self, where, soft, cold, kinds)
@@ -191,7 +192,7 @@ class Search:
 
     def __init__(self, topk: ShardedTopK, where: Tensor, soft: bool, cold: bool, kinds: dict[str, Any]) -> None:
         self.topk, self.where, self.soft, self.cold, self.kinds = topk, where, soft, cold, kinds
-        self.key = soft, cold, kinds["POWER"]
+        self.key = topk.name, soft, cold, kinds["POWER"]
         p = topk.pieces
         self._tables = where, p.table, p.segments, p.factors, p.kinds
         self._states = topk.states.floats, topk.states.ints

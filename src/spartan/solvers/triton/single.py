@@ -53,7 +53,7 @@ class TritonSolver(KernelGradients):
         """w into the parameters: masks are made on the way and never stored."""
         assert form is not None
         x = self.kernels
-        if self._mine and (last := x.before.of("write", form, x.to_parameters, x.parameters)):
+        if last := x.before.of("write", form, x.to_parameters, x.parameters, self.sources(form)):
             x.write(*last)
         elif self.serves(form):
             self.project(form)
@@ -91,7 +91,7 @@ class TritonSolver(KernelGradients):
             self.write_below(form, key, lambda: self.launch_below(thetas, reading), launch)
         else:
             x.write(key, launch)
-            x.before.note("write", form, x.to_parameters, key, launch)
+            x.before.note("write", form, x.to_parameters, self.sources(form), key, launch)
 
     def write_below(self, form: Form, key: Any, below: Launch, launch: Launch) -> None:
         """Launch what finds τ of every segment, then what reads it and writes parameters."""
@@ -100,8 +100,9 @@ class TritonSolver(KernelGradients):
             below()
             launch()
 
-        self.kernels.write(key, launch_both)
-        self.kernels.before.note("write", form, self.kernels.to_parameters, key, launch_both)
+        x = self.kernels
+        x.write(key, launch_both)
+        x.before.note("write", form, x.to_parameters, self.sources(form), key, launch_both)
 
     def kinds_of(self, form: Form) -> dict[str, Any]:
         """What is kept and what the mask is, in the kernels' words."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spartan.ops.newton import Dual
 from spartan.solvers.pools import Duals, Selection
+from spartan.solvers.triton.mailbox import Mailbox
 
 BINS = tl.constexpr(1 << 11)
 LOWEST = tl.constexpr((1 << 23) - 1)  # the key of −inf; only a NaN's key is below
@@ -36,7 +37,7 @@ SOFT_K = tl.constexpr(1)  # the same without
 TOTAL = tl.constexpr(2)  # C, the cost of everything
 BETA = tl.constexpr(3)
 K_FINE = tl.constexpr(4)  # the fine part of K; 0 where costs have none
-TOLD, FEW = 5, 4
+TOLD = 5
 GOAL = tl.constexpr(5)  # logit(k/C)
 ORIGIN = tl.constexpr(6)  # z = β(u − ORIGIN) + S
 S = tl.constexpr(7)
@@ -141,29 +142,29 @@ class States:
         self.floats = torch.zeros(segments, FLOATS.value, dtype=torch.float64, device=device)
         self.ints = torch.zeros(segments, INTS.value, dtype=torch.int64, device=device)
         self._told: list[list[float]] = []
-        self._cells: dict[tuple[int, int], Tensor] = {}  # views, made once: one takes as long as a launch
-        self._room = torch.zeros(segments, TOLD, dtype=torch.float64, device=device)
 
-    def tell(self, numbers: list[list[float]]) -> None:
-        """Fill in what the host knows, `TOLD` numbers a segment, without waiting for the device."""
+    def tell(self, numbers: list[list[float]]) -> bool:
+        """Send what the host knows, `TOLD` numbers a segment; whether they are to be fetched before they are read."""
         if numbers == self._told:
-            return
-        told = self._told or [[]] * len(numbers)
-        rows = [(s, row, was) for s, (row, was) in enumerate(zip(numbers, told, strict=True)) if row != was]
-        changed = [(s, i) for s, row, was in rows for i, number in enumerate(row) if not was or was[i] != number]
-        self._told = numbers
-        capturing = self.floats.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if len(changed) <= FEW or capturing:  # a graph would go on reading the host's memory
-            for s, place in changed:
-                if (s, place) not in self._cells:
-                    self._cells[s, place] = self.floats[s, place]
-                self._cells[s, place].fill_(numbers[s][place])  # a number is an argument of the launch
-            return
-        table = torch.tensor(numbers, dtype=torch.float64)
-        if self.floats.device.type == "cuda":
-            table = table.pin_memory()  # from there the copy is queued, and the host goes on
-        self._room.copy_(table, non_blocking=True)
-        self.floats[:, :TOLD] = self._room
+            return False
+        told, self._told = self._told, numbers
+        if self.floats.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            self._box.send(numbers)
+            return True
+        # A graph of the user's replays without us: numbers that are arguments of launches stay as they are.
+        for s, row in enumerate(numbers):
+            for place, number in enumerate(row):
+                if not told or told[s][place] != number:
+                    self.floats[s, place].fill_(number)
+        return False
+
+    def fetch(self) -> None:
+        """Launch what puts the numbers that were sent last where they are read."""
+        self._box.fetch()
+
+    @cached_property
+    def _box(self) -> Mailbox:
+        return Mailbox(self.floats, TOLD)
 
     def tell_tensor(self, numbers: Tensor) -> None:
         """The same with numbers that are on the device."""

@@ -173,8 +173,7 @@ class Addresses:
 
     def along(self, vector: Tensor, starts: Sequence[int]) -> Tensor:
         """The table of the parts of a vector, where it lies in one piece."""
-        if self._replay is None:
-            self._list = (vector,)  # who made it may let it go before all that reads it here has run
+        self._list = (vector,)  # who made it may let it go before all that reads it here has run
         first, size = vector.data_ptr(), vector.element_size()
         return self._at([first + size * start for start in starts], (vector,))
 

@@ -50,6 +50,8 @@ class TopK:
         owners: the segment of each tensor, in order; None for a single one.
         segments: how many there are.
         replay: what runs the launches; None for one of its own.
+        name: what they are called there.
+        fixed: whether values always lie in the same place, if others run the launches.
     """
 
     pieces: Pieces
@@ -63,7 +65,10 @@ class TopK:
         owners: Sequence[int] | None = None,
         segments: int = 1,
         replay: Replay | None = None,
+        name: str = "solve",
+        fixed: bool = True,
     ) -> None:
+        self.name = name
         self.absolute = factors is not None
         owners = [0] * len(sizes) if owners is None else owners
         self.pieces = self.divided(sizes, costs, factors or [1.0] * len(sizes), device, owners, segments)
@@ -77,7 +82,8 @@ class TopK:
         self.arrived = torch.zeros(1, dtype=torch.int64, device=device)
         self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
         self._starts_there = sent(self.starts, torch.int64, device)
-        self.addresses = Addresses(device, fixed=replay is not None)
+        held = replay is not None
+        self.addresses = Addresses(device, fixed=held and fixed, replay=None if fixed else replay)
         self.replay = replay or Replay(device)
         self.states = self.known(segments, device)
         self.cold = True  # there is no solution to start from
@@ -119,10 +125,15 @@ class TopK:
         """
         where, dtype = self.places_of(values)
         soft, cold = beta is not None, self.cold
-        self.replay.flush_if("solve")  # it has not read its numbers yet
-        self._tell(k, beta)
-        key = "solve", soft, cold, power
-        self.replay(key, lambda: self._launch(where, dtype, soft, cold, power))
+        self.replay.flush_if(self.name)  # it has not read its numbers yet
+        told = self._tell(k, beta)
+
+        def launch() -> None:
+            if told:
+                self.states.fetch()
+            self._launch(where, dtype, soft, cold, power)
+
+        self.replay((self.name, soft, cold, power, told), launch)
         self.cold = False
 
     def places_of(self, values: Sequence[Tensor] | Tensor) -> tuple[Tensor, torch.dtype]:
@@ -131,14 +142,14 @@ class TopK:
             return self.addresses.along(values, self.starts), values.dtype
         return self.addresses.of(values), values[0].dtype
 
-    def _tell(self, k: Sequence[float] | Tensor, beta: Sequence[float] | None) -> None:
-        """What the host, or the device, knows of the problems, in the order of the state."""
+    def _tell(self, k: Sequence[float] | Tensor, beta: Sequence[float] | None) -> bool:
+        """What the host, or the device, knows of the problems, in the order of the state; whether it is to be fetched."""
         sharpness = [0.0] * len(self.costs) if beta is None else list(beta)
         if isinstance(k, Tensor):
             assert beta is None, "soft masks have budgets that the host knows"
             self.states.tell_tensor(self.limits.of_tensor(k))
-        else:
-            self.states.tell(self.limits.of_numbers(k, sharpness))
+            return False
+        return self.states.tell(self.limits.of_numbers(k, sharpness))
 
     def _launch(self, where: Tensor, dtype: torch.dtype, soft: bool, cold: bool, power: float) -> None:
         p, segments = self.pieces, len(self.sizes)

@@ -1,6 +1,7 @@
 """Turns gradients of single weights as forms say, by kernels."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,27 +37,28 @@ class KernelGradients(FormReader):
         # What masks are shrunk by, and what of each piece is just below its threshold.
         self._taus = torch.zeros(n, dtype=torch.float64, device=self.device)
         self._found = torch.zeros(self.ranked.count, dtype=torch.float32, device=self.device)
-        # The gradient of what shifts the ranks of each target.
-        self._on_shifts = torch.zeros(len(self.problem.targets), dtype=torch.float32, device=self.device)
-        stretches = [(0, 0)] * len(self.problem.targets)  # from where to where the pieces of each target are
-        for piece, i in enumerate(self.ranked.tensors):
-            stretches[i] = stretches[i][0] if stretches[i][1] else piece, piece + 1
-        self._stretches = torch.tensor(stretches, dtype=torch.int64).to(self.device)
+        self._on_shifts = ShiftGradient(self.ranked.tensors, len(self.problem.targets), self.device)
 
     def turn(self, form: Form | None, grads: Grads) -> Grads:
         """Gradients for w into gradients for θ, in place."""
         assert form is not None
-        x = self.kernels
-        if self._mine and x.alike(grads) and (last := x.before.of("turn", form, x.to_grads, grads)):
-            x.replay(*last)
+        straight = form.back is not VJP.THROUGH and form.back.everywhere and form.learned is None
+        if straight and self.power == 1.0 and form.own is None:
+            return grads
+        x, shifted = self.kernels, form.mask.name if isinstance(form.mask, Shifted) else None
+        learning = self._on_shifts.given_to(None if shifted is None else self.state.learned_per_target[shifted])
+        if x.alike(grads) and (last := x.before.of("turn", form, x.to_grads, grads, self.sources(form))):
+            with learning:
+                x.replay(*last)
             return grads
         turned = x.laid_out(self.with_missing(form, grads))
         if all(g is None for g in turned):
             return turned
         if not self.turns(form):
             return super().turn(form, turned)
-        if isinstance(form.mask, Shifted):
-            self.through_shift(form.mask.name, form, turned)
+        if shifted is not None:
+            with learning:
+                self.through_shift(shifted, form, turned)
         elif form.back is VJP.THROUGH:
             self.through_mask(form, turned)
         else:
@@ -105,8 +107,13 @@ class KernelGradients(FormReader):
             ratios.ratios[(len(p.limits),)](to_grads, p.limits, self._sums, p.costs, floats, out, ROWS=512, num_warps=8)
             turn()
 
-        self.kernels.replay(key, launch_all)
-        self.kernels.before.note("turn", form, self.kernels.to_grads, key, launch_all)
+        self.replay_turn(form, key, launch_all)
+
+    def replay_turn(self, form: Form, key: Any, launch: Launch) -> None:
+        """Launch what turns gradients, and is all that does."""
+        x = self.kernels
+        x.replay(key, launch)
+        x.before.note("turn", form, x.to_grads, self.sources(form), key, launch)
 
     def cuts_here(self, cuts: Tensor) -> Tensor:
         """Positions in segments as those that kernels know: all units are here."""
@@ -119,36 +126,31 @@ class KernelGradients(FormReader):
         states, kinds = reading.states, self._kinds(grads)
         tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), reading.ranks, self._taus, p.table, p.segments
         rest = p.factors, states.floats, states.ints, self._sums
-        x.replay.hold()  # to run it all as one
-        try:
-            self.pull_on_shift(name, kinds, lambda: x.run(gradient.pull_on_shift, *tables, *rest, pieces=p, **kinds))
-            self._where_or_decay(form, KEPT, grads, self._factors_there, None, False)
-        finally:
-            x.replay.release()
-        add_gradient(self.state.learned_per_target[name], self._on_shifts)
+        shifts = self.state.learned_per_target[name]
+        learn = self._on_shifts.launch(shifts, self._sums)
+        key, launch, _ = self._launch_where(form, KEPT, grads, self._factors_there)
 
-    def pull_on_shift(self, name: str, kinds: Mapping[str, Any], pull: Launch) -> None:
-        """Launch what sums over pieces, then the gradient of what shifts the ranks of each target, from these."""
-        shifts = self.state.learned_per_target[name].detach()
-        tables = self._sums, self._stretches, shifts, self._on_shifts
+        def launch_all() -> None:
+            x.run(gradient.pull_on_shift, *tables, *rest, pieces=p, **kinds)
+            learn()
+            launch()
 
-        def launch() -> None:
-            pull()
-            gradient.learn_shift[(len(shifts),)](*tables, ROWS=512, num_warps=4)
-
-        self.kernels.replay(("on shift", shifts.data_ptr(), *plain(kinds)), launch)
+        self.replay_turn(form, ("on shift", shifts.data_ptr(), *key), launch_all)
 
     def where(self, form: Form, grads: Grads) -> None:
         """Factors on A, on B∖A and on the rest, in place."""
         x, reading = self.kernels, self.reading(form)
         assert reading is not None
         assert isinstance(form.back, Where)
-        if reading.kind is weights.STORED and form.back == KEPT and self.problem.pattern.single:
+        if reading.kind is weights.STORED and form.back == KEPT and self.problem.pattern.single and self.power == 1.0:
             kind, tables = x.kinds(grads)["GRAD"], (x.to_grads.of(grads), reading.masks, x.pieces.table)
-            x.replay(("where stored", kind), lambda: x.run(gradient.where_stored, *tables, GRAD=kind))
-            self._times_slope(grads)
+            self.replay_turn(form, ("where stored", kind), lambda: x.run(gradient.where_stored, *tables, GRAD=kind))
+            return
+        key, launch, same = self._launch_where(form, form.back, grads, self._factors_there)
+        if same:
+            self.replay_turn(form, key, launch)
         else:
-            self._where_or_decay(form, form.back, grads, self._factors_there, None, False)
+            x.replay(key, launch)
 
     def _times_slope(self, grads: Grads) -> None:
         """Gradients for ψ into gradients for θ, in place."""
@@ -162,12 +164,23 @@ class KernelGradients(FormReader):
         assert form.decay is not None
         if self.reading(form) is None or not self.kernels.alike(grads):
             super().add_decay(form, grads, scale)
-        else:
-            self._where_or_decay(form, form.decay, grads, self._decay_there, scale, True)
+            return
+        key, launch, _ = self._launch_where(form, form.decay, grads, self._decay_there, scale, True)
+        if scale is None:
+            self.kernels.replay(key, launch)
+        else:  # its address may change
+            launch()
 
-    def _where_or_decay(
-        self, form: Form, by: Where, grads: Grads, there: Numbers, scale: Tensor | None, decay: bool
-    ) -> None:
+    def _launch_where(
+        self,
+        form: Form,
+        by: Where,
+        grads: Grads,
+        there: Numbers,
+        scale: Tensor | None = None,
+        decay: bool = False,
+    ) -> tuple[Any, Launch, bool]:
+        """What launches `where`, its name, and whether nothing need be told before it is launched again."""
         reading, more, more_masks = self.reading(form), weights.EVERYTHING, None
         assert reading is not None
         if by.b != by.c and form.more is not None:
@@ -178,10 +191,8 @@ class KernelGradients(FormReader):
         numbers = there.of([each(n, s) for s in range(len(self.problem.segments)) for n in (by.a, by.b, by.c)])
         kinds = {"KEPT": reading.kind, "MORE": more, "DECAY": decay, **self._kinds(grads)}
         launch = self.launch_where(grads, reading, (more_masks, numbers, scale), kinds)
-        if scale is None:
-            self.kernels.replay(("where", form.learned, *plain(kinds)), launch)
-        else:  # its address may change
-            launch()
+        same = more is weights.EVERYTHING and self.problem.pattern.rows is None
+        return ("where", form.learned, *plain(kinds)), launch, same
 
     def place_b(self) -> None:
         """Put the thresholds of B where kernels read them."""
@@ -224,12 +235,40 @@ class KernelGradients(FormReader):
         return {"POWER": self.power, **self.kernels.kinds(grads)}
 
 
-def add_gradient(parameter: Tensor, more: Tensor) -> None:
-    """Add to the gradient of what is learned."""
-    if parameter.grad is None:
-        parameter.grad = more.clone()
-    else:
-        parameter.grad.add_(more)
+class ShiftGradient:
+    """The gradient of what shifts the ranks of each target: made in one place, so that launches are replayed.
+
+    Args:
+        owners: the target of each piece that kernels sum over.
+        targets: how many there are.
+        device: where they lie.
+    """
+
+    def __init__(self, owners: Sequence[int], targets: int, device: torch.device) -> None:
+        self.found = torch.zeros(targets, dtype=torch.float32, device=device)
+        stretches = [(0, 0)] * targets  # from where to where the pieces of each target are
+        for piece, i in enumerate(owners):
+            stretches[i] = stretches[i][0] if stretches[i][1] else piece, piece + 1
+        self.stretches = torch.tensor(stretches, dtype=torch.int64).to(device)
+
+    def launch(self, shifts: Tensor, sums: Tensor) -> Launch:
+        """What makes it from sums over pieces."""
+        tables = sums, self.stretches, shifts.detach(), self.found
+        return lambda: gradient.learn_shift[(len(shifts),)](*tables, ROWS=512, num_warps=4)
+
+    @contextmanager
+    def given_to(self, parameter: Tensor | None) -> Iterator[None]:
+        """Inside it is made; then it is the parameter's gradient, or added to that. Without a parameter, nothing is."""
+        if parameter is None:
+            yield
+            return
+        if parameter.grad is self.found:
+            parameter.grad = parameter.grad.clone()  # the last one, to which more is to be added
+        yield
+        if parameter.grad is None:
+            parameter.grad = self.found
+        else:
+            parameter.grad.add_(self.found)
 
 
 def each(number: PerSegment, segment: int) -> float:

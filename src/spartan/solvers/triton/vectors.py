@@ -62,7 +62,6 @@ class KernelVectors(KernelMasks):
         if not self.problem.pattern.single or shifts.dtype != torch.float32:
             return self.shifted(name)
         self.kernels.replay(("shift", shifts.data_ptr()), self._launch_shift(shifts, self._vectors.shifted))
-        self.kernels.replay.flush()  # the search does not wait
         return self._vectors.shifted
 
     def _launch_shift(self, shifts: Tensor, to: Tensor) -> Callable[[], None]:
