@@ -228,8 +228,9 @@ def in_step_of(name: str, model: nn.Module, grads: Any, args: argparse.Namespace
     rewiring = 0.0
     if isinstance(run.method, Rewiring):
         period, some = run.method.period(run.at), []
-        for i in range(3):
-            run.at = replace(run.at, step=middle + (i + 1) * period - 1)
+        steps = (replace(run.at, step=step) for step in range(middle + 20, run.at.freeze_step))
+        for at in list(filter(run.method.updates_at, steps))[:3]:
+            run.at = at
             some += timed(model, optimizer, grads)
         rewiring = max(0.0, min(some) - min(plain)) / period
     learned, own = run.weights.learned(), [0.0]

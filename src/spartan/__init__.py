@@ -9,6 +9,7 @@ from spartan.methods.imp import IMP
 from spartan.methods.spartan import Spartan
 from spartan.methods.topkast import TopKAST
 from spartan.ops import hard_topk, soft_topk
+from spartan.passes import passes
 from spartan.problem.costs.flops import Flops
 from spartan.problem.costs.params import Params
 from spartan.problem.flops import flops
@@ -19,6 +20,7 @@ from spartan.problem.patterns.heads import Heads
 from spartan.problem.patterns.nm import NM
 from spartan.problem.schedules import constant, cosine, cubic, linear
 from spartan.prune import prune
+from spartan.shrink import shrink
 from spartan.sparsifier import Sparsifier
 from spartan.verify import remask, verify
 
@@ -57,10 +59,12 @@ __all__ = [
     "load",
     "load_sharded",
     "methods",
+    "passes",
     "prune",
     "remask",
     "save",
     "save_sharded",
+    "shrink",
     "soft_topk",
     "verify",
 ]

@@ -49,13 +49,14 @@ def release(targets: Sequence[Target]) -> None:
 def check_free(targets: Sequence[Target]) -> None:
     """Refuse targets that belong to another sparsifier."""
     for target in targets:
-        if _owner(target.parameter) is not None:
+        if owner(target.parameter) is not None:
             raise RuntimeError(
                 f"{target.name} already belongs to a sparsifier; finalize() that one before building another"
             )
 
 
-def _owner(parameter: Tensor) -> "Sparsifier | None":
+def owner(parameter: Tensor) -> "Sparsifier | None":
+    """The sparsifier that a parameter belongs to."""
     found = _OWNERS.get(parameter)
     return None if found is None else found()
 
@@ -115,7 +116,7 @@ def _trained_by(models: Sequence[nn.Module]) -> "Sparsifier | None":
     """The sparsifier that trains one of these models, if any."""
     for model in models if len(_OWNERS) else ():
         for parameter in model.parameters():
-            found = _owner(parameter)
+            found = owner(parameter)
             if found is not None and not found._attachment.released:
                 return found
     return None

@@ -20,9 +20,9 @@ class GPTAttention(nn.Module):
 
     def forward(self, x: Tensor, before: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The output, and keys and values of all positions so far, those `before` included."""
-        batch, length, width = x.shape
-        split = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        q, k, v = split.unbind(0)
+        length = x.shape[1]
+        # All heads together may be narrower than the model: `spartan.shrink` cuts heads out.
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         mask = None
         if before is not None:
             past = before[0].shape[2]
@@ -32,7 +32,7 @@ class GPTAttention(nn.Module):
                 torch.ones(length, past + length, dtype=torch.bool, device=x.device).tril(past) if length > 1 else None
             )
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=before is None)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, width)), (k, v)
+        return self.out(mixed.transpose(1, 2).flatten(2)), (k, v)
 
 
 class GPTLayer(nn.Module):

@@ -36,7 +36,7 @@ from spartan.state import plain
 from spartan.state.copies import rebuilt
 from spartan.state.riding import Riding
 from spartan.step import look
-from spartan.step.notices import Notices, sparse_already
+from spartan.step.notices import Notices, check_decay, sparse_already
 from spartan.step.run import Run
 from spartan.step.stats import Layer, Stats, describe, progress_of
 from spartan.step.wrap import Attachment, add_learned, remove_learned
@@ -116,7 +116,7 @@ class Sparsifier:
             budget = getattr(pattern, "budget", None) or self.method.budget
         problem = make_problem(
             model, sparsity, pattern=pattern, cost=cost, budget=budget, include=include, exclude=exclude, count=count,
-            min_density=min_density,
+            min_density=min_density, scale=self.method.scale,
         )  # fmt: skip
         check_together(self.method, problem.pattern)
         self.method.check(problem)
@@ -197,9 +197,10 @@ class Sparsifier:
         if mine.optimizers:
             raise RuntimeError("this sparsifier is attached already; detach() it first")
         self._mine = mine.attach(optimizers, partial(step, self))
-        first, learned = mine.first, self._run.weights.learned()
+        first, learned, self._run.optimizers = mine.first, self._run.weights.learned(), mine.optimizers
         if learned:
-            add_learned(first, learned, self.method.learned_options)
+            options = self.method.learned_options
+            check_decay(self.method, add_learned(first, learned, options, self._targets[0].parameter))
         self._run.gradients.paused = False
         sharded = any(is_dtensor(t.parameter) for t in self._run.problem.targets)
         if not sharded and hasattr(first, "register_state_dict_post_hook"):
@@ -215,7 +216,7 @@ class Sparsifier:
             self._riding.close()
         self._riding, self._run.gradients.paused = None, True
         self._attachment.detach()
-        self._mine = []
+        self._mine, self._run.optimizers = [], []
         return self
 
     # ------------------------------------------------------------------ the step

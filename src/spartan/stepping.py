@@ -7,7 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from spartan.following import check_callbacks
-from spartan.step.run import skipped
+from spartan.step.run import skipped, without_update
 from spartan.step.wrap import only_creates_state
 
 if TYPE_CHECKING:
@@ -37,13 +37,14 @@ def step(
     self._notices.begin()
     run.guard.look()
     if self.method.identity:
-        result = update() if closure is None else update(closure)
+        result, mine = update() if closure is None else update(closure), []
     else:
         check_callbacks(self)
-        result = run.step(optimizer, mine, update, closure)
-    run.finish(
-        optimizer, [] if self.method.identity else mine, not skipped(optimizer) and self._attachment.advances(me)
-    )
+        if self.method.replaces(run.at):
+            result, mine = without_update(run, optimizer, mine, closure), []
+        else:
+            result = run.step(optimizer, mine, update, closure)
+    run.finish(optimizer, mine, not skipped(optimizer) and self._attachment.advances(me))
     self._notices.look(run)
     if run.at.step > before:
         for average in self._averages:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import spartan
 from spartan import NM, Block, Channel, Flops, Sparsifier, Spartan, TopKAST, Unstructured
-from spartan.methods import SET, Method, RigL  # type: ignore[attr-defined]
+from spartan.methods import SET, ST3, STR, Method, RigL  # type: ignore[attr-defined]
 from tests.contract.kinds import LearnedScores, Regrowing, Sampled
 
 METHODS: dict[str, Method] = {entry.name: entry.cls() for entry in spartan.methods()} | {
@@ -30,6 +30,8 @@ METHODS: dict[str, Method] = {entry.name: entry.cls() for entry in spartan.metho
     "learned": LearnedScores(),
     "regrowing": Regrowing(),
     "sampled": Sampled(),
+    "st3-sigma": ST3(sigma=True),
+    "str-published": STR(exact=False, decay=1e-3),
 }
 PATTERNS = {
     "unstructured": Unstructured(),

@@ -53,6 +53,14 @@ def thresholded(solver: TorchSolver, at: Moment, thetas: Sequence[Tensor]) -> li
     return [theta * m for theta, m in zip(thetas, entries_of(solver, mask), strict=True)]
 
 
+def published(solver: TorchSolver, at: Moment, thetas: Sequence[Tensor]) -> list[Tensor]:
+    """STR as published: θ · max(u − sigmoid(s), 0)/u."""
+    u, s = values_of(solver, thetas), solver.state.learned_per_target["s"]
+    shifts = [torch.sigmoid(s[i]).expand(n) for i, n in enumerate(solver.problem.units)]
+    mask = torch.relu(u - torch.cat(shifts)) / u
+    return [theta * m for theta, m in zip(thetas, entries_of(solver, mask), strict=True)]
+
+
 def learned(solver: TorchSolver, at: Moment, thetas: Sequence[Tensor]) -> list[Tensor]:
     """θ · [φ is among the largest], with the gradient of θ · φ for φ."""
     phi = solver.state.learned["phi"]
@@ -71,7 +79,7 @@ def sampled(solver: TorchSolver, at: Moment, thetas: Sequence[Tensor]) -> list[T
     return found
 
 
-LINES = {"str": thresholded, "learned": learned, "sampled": sampled}
+LINES = {"str": thresholded, "str-published": published, "learned": learned, "sampled": sampled}
 
 
 def straight_line(method: str, solver: TorchSolver, at: Moment) -> Expression | None:

@@ -249,7 +249,7 @@ def test_devices_belong_to_one_process() -> None:
 def test_batch_norm_over_all_processes_needs_gpus(parallel: str) -> None:
     words = "sync_bn: torch's SyncBatchNorm needs GPUs, and the model is on cpu"
     with pytest.raises(RecipeError, match=words):
-        distribute(from_dict({"sync_bn": True, "parallel": parallel}), torch.nn.Linear(2, 2), Processes(0, 2))
+        distribute(from_dict({"sync_bn": True, "parallel": parallel}), torch.nn.Linear(2, 2), Processes(0, 2), 1)
 
 
 def test_copies_are_not_saved_on_the_side() -> None:

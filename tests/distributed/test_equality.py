@@ -7,8 +7,13 @@ import pytest
 from tests.distributed.cases import METHODS, PATTERNS, Case, differences
 from tests.distributed.workers import on
 
-# Soft and hard masks, stored ones, learned scores and thresholds; each pattern; one budget per layer.
+# Soft and hard masks, stored ones, learned scores and thresholds; each pattern; one budget per layer; momentum that is
+# forgotten, in part and altogether; several passes with a joint norm.
 COVERING = [
+    (Case("rigl"), "fsdp"),
+    (Case("acdc"), "fsdp"),
+    (Case("probmask"), "fsdp"),
+    (Case("probmask"), "ddp"),
     (Case("spartan"), "fsdp"),
     (Case("movement", "block", even=True), "fsdp"),
     (Case("set", budget="uniform"), "fsdp"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,19 +14,27 @@ from torch.func import functional_call
 from spartan import Sparsifier
 from tests.contract.cases import Net, batch
 
-T, END = 40, 30  # steps; from 75% on the mask is fixed
+T, END = 40, 31  # steps; from 77% on the mask is fixed
 LR, MOMENTUM, DECAY = 0.1, 0.9, 1e-3
 NAMES = ["conv.weight", "hidden.weight", "head.weight"]
 
-# Which of the units that are free to grow comes first: (layer, step, gradient for w summed over units) → rank.
+# Which of the units that are free to grow comes first: (layer, steps taken, gradient for w summed over units) → rank.
 Growth = Callable[[int, int, Tensor], Tensor]
-# How many are dropped: (step, kept) → count.
-Count = Callable[[int, int], int]
 
 
-def cosine_down(fraction: float) -> Count:
+@dataclass(frozen=True)
+class Rule:
+    """When and how a mask is rewired; steps are counted from 0."""
+
+    updates: Callable[[int], bool] = lambda t: False  # whether with step t
+    count: Callable[[int, int], int] = lambda t, kept: 0  # how many of the kept units go with step t
+    replaces: bool = False  # whether the update stands in the place of the step, or comes after it
+    dense: bool = False  # whether the optimizer sees the gradients of pruned weights too
+
+
+def cosine_down(fraction: float, t: int, kept: int) -> int:
     """⌊f_t·kept⌋, f_t a cosine to zero where the mask is fixed."""
-    return lambda t, kept: math.floor(0.5 * fraction * (1 + math.cos(math.pi * t / END)) * kept + 1e-9)
+    return math.floor(0.5 * fraction * (1 + math.cos(math.pi * t / END)) * kept + 1e-9)
 
 
 def units(x: Tensor, side: int) -> Tensor:
@@ -41,7 +50,7 @@ def spread(u: Tensor, like: Tensor, side: int) -> Tensor:
 
 
 def reference(
-    model: nn.Module, masks: dict[str, Tensor], every: int, dropped_at: Count, growth: Growth, side: int
+    model: nn.Module, masks: dict[str, Tensor], rule: Rule, growth: Growth, side: int
 ) -> list[dict[str, Tensor]]:
     """w at every step, from 0 to T, from the weights and the masks (per unit) of the start."""
     theta = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -58,41 +67,42 @@ def reference(
         x, y = batch(t)
         loss = nn.functional.cross_entropy(functional_call(model, {**leaves, **buffers}, (x,)), y)
         grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
-        for n in theta:
-            g = grads[n] * spread(masks[n], grads[n], side) if n in masks else grads[n]
+        updates = rule.updates(t)
+        for n in theta if not (updates and rule.replaces) else ():
+            g = grads[n] * spread(masks[n], grads[n], side) if n in masks and not rule.dense else grads[n]
             momentum[n] = MOMENTUM * momentum[n] + g + DECAY * theta[n]
             theta[n] = theta[n] - LR * momentum[n]
-        now = t + 1
-        if now % every or now >= END:
+        if not updates:
             continue
         for i, n in enumerate(NAMES):
             old = masks[n].tolist()
             size = units(theta[n].abs(), side).tolist()
-            rank = growth(i, now, units(grads[n].abs(), side)).tolist()
+            rank = growth(i, t + 1, units(grads[n].abs(), side)).tolist()
             active = [j for j, m in enumerate(old) if m]
-            count = dropped_at(now, len(active))
-            dropped = set(sorted(active, key=lambda j: size[j])[:count])
-            free = [j for j, m in enumerate(old) if not m or j in dropped]
+            count = rule.count(t, len(active))
+            gone = set(sorted(active, key=lambda j: size[j])[:count])
+            free = [j for j, m in enumerate(old) if not m or j in gone]
             grown = sorted(free, key=lambda j: -rank[j])[:count]
-            new = [1.0 if (m and j not in dropped) or j in grown else 0.0 for j, m in enumerate(old)]
+            new = [1.0 if (m and j not in gone) or j in grown else 0.0 for j, m in enumerate(old)]
             fresh = torch.tensor([1.0 if j in grown and not m else 0.0 for j, m in enumerate(old)])
             assert sum(new) == sum(old)
-            theta[n] = torch.where(spread(fresh, theta[n], side) == 1, 0.0, theta[n])
+            for kept in (theta, momentum):
+                kept[n] = torch.where(spread(fresh, kept[n], side) == 1, 0.0, kept[n])
             masks[n] = torch.tensor(new, dtype=torch.float64)
     return history
 
 
 def compare(
-    build: Callable[[nn.Module], Sparsifier], every: int, dropped_at: Count, growth: Callable[[int], Growth], side: int
+    build: Callable[[nn.Module], Sparsifier], rule: Rule, growth: Callable[[int], Growth], side: int, end: int = END
 ) -> list[dict[str, Tensor]]:
     """Train beside the reference; what the model held at every step. `growth` is given the seed of the run."""
     torch.manual_seed(0)
     model = Net().double()
     straight = copy.deepcopy(model)
     sparsifier = build(model)
-    assert sparsifier._run.at.freeze_step == END
+    assert sparsifier._run.at.freeze_step == end
     first = {n: units(m.double(), side) / side**2 for n, m in sparsifier.masks().items()}
-    expected = reference(straight, first, every, dropped_at, growth(sparsifier._run.at.seed), side)
+    expected = reference(straight, first, rule, growth(sparsifier._run.at.seed), side)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
     sparsifier.attach(optimizer)
     seen = []

@@ -39,8 +39,8 @@ def top_k(theta: dict[str, Tensor], side: int, cost: dict[str, float]) -> dict[s
     return {n: spread(k, theta[n], side) for n, k in keep.items()}
 
 
-def reference(model: nn.Module, side: int, cost: dict[str, float]) -> list[dict[str, Tensor]]:
-    """θ at every step, from 0 to T: in AC/DC it is what the model holds."""
+def reference(model: nn.Module, side: int, cost: dict[str, float], reset: bool = True) -> list[dict[str, Tensor]]:
+    """θ at every step, from 0 to T: in AC/DC it is what the model holds. With `reset` dense phases begin at rest."""
     theta = {n: p.detach().clone() for n, p in model.named_parameters()}
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     momentum = {n: torch.zeros_like(p) for n, p in theta.items()}
@@ -51,6 +51,8 @@ def reference(model: nn.Module, side: int, cost: dict[str, float]) -> list[dict[
             dense = STARTS.index(t) % 2 == 0
             mask |= {n: torch.ones_like(theta[n]) for n in POSITIONS} if dense else top_k(theta, side, cost)
             theta = {n: mask[n] * p for n, p in theta.items()}
+            if dense and reset:  # of biases and norms too, as reset_momentum_buffer() does
+                momentum = {n: torch.zeros_like(p) for n, p in theta.items()}
         history.append({n: theta[n].clone() for n in POSITIONS})
         leaves = {n: p.requires_grad_() for n, p in theta.items()}
         x, y = batch(t)
@@ -63,23 +65,24 @@ def reference(model: nn.Module, side: int, cost: dict[str, float]) -> list[dict[
 
 
 @pytest.mark.parametrize(
-    ("side", "cost"),
+    ("side", "cost", "reset"),
     [
-        pytest.param(1, None, id="unstructured"),
-        pytest.param(2, None, id="block"),
-        pytest.param(1, Flops, id="flops"),
-        pytest.param(2, Flops, id="block-flops"),
+        pytest.param(1, None, True, id="unstructured"),
+        pytest.param(2, None, True, id="block"),
+        pytest.param(1, Flops, True, id="flops"),
+        pytest.param(2, Flops, True, id="block-flops"),
+        pytest.param(1, None, False, id="momentum-goes-on"),
     ],
 )
-def test_thirty_steps(side: int, cost: Any) -> None:
+def test_thirty_steps(side: int, cost: Any, reset: bool) -> None:
     torch.manual_seed(0)
     model = Net().double()
-    expected = reference(copy.deepcopy(model), side, POSITIONS if cost else dict.fromkeys(POSITIONS, 1.0))
+    expected = reference(copy.deepcopy(model), side, POSITIONS if cost else dict.fromkeys(POSITIONS, 1.0), reset)
     sparsifier = Sparsifier(
         model,
         SPARSITY,
         T,
-        ACDC(first_dense=0.1, phase=0.1, last_dense=0.1),
+        ACDC(first_dense=0.1, phase=0.1, last_dense=0.1, reset_momentum=reset),
         pattern=Unstructured() if side == 1 else Block(side, side),
         cost=Flops(torch.zeros(1, 2, 6, 6, dtype=torch.float64)) if cost else None,
         finetune=0.2,
@@ -99,6 +102,30 @@ def test_the_default_phases_are_the_papers() -> None:
     changes = [t / 10 for t, (a, b) in enumerate(itertools.pairwise(dense), 1) if a != b]
     assert dense[0]
     assert changes == [10, 15, 20, 25, 30, 35, 40, 45, 50, 55, 60, 65, 70, 75, 85]
+
+
+@pytest.mark.parametrize("adam", [False, True])
+def test_momentum_is_gone_when_a_dense_phase_begins_and_only_then(adam: bool) -> None:
+    """Of all that both optimizers train; Adam's second moments stay."""
+    torch.manual_seed(0)
+    model = Net().double()
+    groups: list[Any] = [[model.conv.weight], [p for p in model.parameters() if p is not model.conv.weight]]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Adam(g, lr=0.01) if adam else torch.optim.SGD(g, lr=0.1, momentum=0.9) for g in groups
+    ]
+    method = ACDC(first_dense=0.25, phase=0.25, last_dense=0.0)
+    Sparsifier(model, 0.8, 20, method, finetune=0.25).attach(*optimizers)
+    for t in range(20):
+        x, y = batch(t)
+        nn.functional.cross_entropy(model(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        kept = [state for optimizer in optimizers for state in optimizer.state.values()]
+        assert len(kept) == 8
+        for state in kept:
+            assert state["exp_avg" if adam else "momentum_buffer"].any() == (t != 9)
+            assert not adam or state["exp_avg_sq"].any()
 
 
 def test_pruned_weights_restart_from_zero_with_two_optimizers() -> None:
@@ -142,4 +169,4 @@ def test_a_run_without_dense_phases_at_its_end_meets_a_grown_budget() -> None:
 @pytest.mark.parametrize("name", ["first_dense", "phase", "last_dense"])
 def test_bad_fractions(name: str) -> None:
     with pytest.raises(ValueError, match=f"ACDC: {name}=1.5"):
-        ACDC(**{name: 1.5})
+        ACDC(**{name: 1.5})  # type: ignore[arg-type]

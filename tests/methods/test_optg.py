@@ -1,4 +1,4 @@
-"""30 steps of OptG follow the paper's equations, written here in a straight line."""
+"""30 steps of OptG follow the paper's equations, by epochs as in the authors' code, written here in a straight line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.contract.cases import Net, batch
 from tests.methods.following import follow
 from tests.methods.test_movement import top_k
 
-T, STEEPNESS = 30, 12.0
+T, EPOCHS, STEEPNESS = 30, 10, 1.2
 SPARSITY, LR, MOMENTUM, DECAY = 0.8, 0.2, 0.9, 1e-2
 
 
@@ -26,10 +26,10 @@ def sigmoid(x: float) -> float:
     return 1.0 / (1.0 + math.exp(-x))
 
 
-def grown(t: int, steps: int, steepness: float) -> float:
+def grown(epoch: int, epochs: int, steepness: float) -> float:
     """The paper's sigmoid around the middle of the run, less what it has at the start, over what it gains."""
-    low, high = sigmoid(-steepness / 2), sigmoid(steepness / 2)
-    return (sigmoid(steepness * (min(t, steps) / steps - 0.5)) - low) / (high - low)
+    low, high = sigmoid(-steepness * epochs / 2), sigmoid(steepness * epochs / 2)
+    return (sigmoid(steepness * (min(epoch, epochs) - epochs / 2)) - low) / (high - low)
 
 
 def reference(model: nn.Module, side: int, cost: dict[str, float], freeze: int) -> list[dict[str, Tensor]]:
@@ -43,8 +43,9 @@ def reference(model: nn.Module, side: int, cost: dict[str, float], freeze: int) 
     total = sum(cost[n] * theta[n].numel() for n in POSITIONS)
     history, mask = [], {n: torch.ones_like(p) for n, p in theta.items()}
     for t in range(T + 1):
-        if t <= freeze:
-            keep = top_k(score, total * (1.0 - SPARSITY * grown(t, freeze, STEEPNESS)), unit_cost)
+        epoch = t * EPOCHS // freeze
+        if t <= freeze and epoch != (t - 1) * EPOCHS // freeze:  # an epoch begins
+            keep = top_k(score, total * (1.0 - SPARSITY * grown(epoch, EPOCHS, STEEPNESS)), unit_cost)
             mask |= {n: spread(keep[n], theta[n], side) for n in POSITIONS}
         w = {n: (mask[n] * p).requires_grad_() for n, p in theta.items()}
         history.append({n: w[n].detach().clone() for n in POSITIONS})
@@ -54,7 +55,7 @@ def reference(model: nn.Module, side: int, cost: dict[str, float], freeze: int) 
         if t < freeze:
             for n in POSITIONS:  # SGD with momentum, its learning rate times the sigmoid; pruned units too
                 score_momentum[n] = MOMENTUM * score_momentum[n] + units(grads[n] * theta[n], side)
-                score[n] = score[n] - LR * grown(t + 1, freeze, STEEPNESS) * score_momentum[n]
+                score[n] = score[n] - LR * grown(epoch, EPOCHS, STEEPNESS) * score_momentum[n]
         for n, p in theta.items():
             momentum[n] = MOMENTUM * momentum[n] + mask[n] * grads[n] + DECAY * p
             theta[n] = p - LR * momentum[n]
@@ -79,18 +80,42 @@ def test_thirty_steps(side: int, cost: Any, freeze: int) -> None:
         model,
         SPARSITY,
         T,
-        OptG(steepness=STEEPNESS),
+        OptG(epochs=EPOCHS, steepness=STEEPNESS),
         pattern=Unstructured() if side == 1 else Block(side, side),
         cost=Flops(torch.zeros(1, 2, 6, 6, dtype=torch.float64)) if cost else None,
         warmup=freeze / T,
         finetune=1 - freeze / T,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
-    returned, before = 0, sparsifier.masks()
-    for _, masks in follow(model, sparsifier, expected, optimizer):
+    returned, changed, before = 0, [], sparsifier.masks()
+    for t, masks in follow(model, sparsifier, expected, optimizer):
         returned += sum(int((masks[name] & ~before[name]).sum()) for name in masks)
+        if any(not torch.equal(masks[name], before[name]) for name in masks):
+            changed.append(t)
         before = masks
     assert returned, "scores of pruned units go on learning, so that some come back"
+    assert set(changed) <= {-(-epoch * freeze // EPOCHS) for epoch in range(EPOCHS + 1)}
+    assert len(changed) > 5
+
+
+def test_the_last_epochs_mask_stays_where_the_budget_is_met() -> None:
+    """The sigmoid has reached its end long before, and what is trained is what is left: no choice after the last step."""
+    torch.manual_seed(0)
+    model = Net().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    sparsifier = Sparsifier(model, SPARSITY, 300, OptG()).attach(optimizer)
+    masks = []
+    for t in range(300):
+        x, y = batch(t)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        masks.append(sparsifier.masks())
+    assert any(not torch.equal(masks[296][n], masks[295][n]) for n in POSITIONS), "epoch 99 begins"
+    for n in POSITIONS:
+        assert torch.equal(masks[299][n], masks[296][n])
+        assert torch.equal(masks[299][n], model.get_parameter(n) != 0)
+    sparsifier.finalize()
 
 
 def test_scores_follow_the_rate_of_the_weights_without_decay() -> None:
@@ -105,24 +130,28 @@ def test_any_optimizers_step_is_scaled_by_the_sigmoid() -> None:
     """Adam ignores the scale of a gradient, so the sigmoid must act on the step itself."""
     model = nn.Linear(8, 8)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    sparsifier = Sparsifier(model, 0.5, 100, OptG(steepness=20)).attach(optimizer)
+    sparsifier = Sparsifier(model, 0.5, 100, OptG(epochs=100, steepness=0.2)).attach(optimizer)
     scores = []
     for _ in range(40):
         model(torch.randn(16, 8)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        scores.append(sparsifier._run.weights.solving[0].state.per_unit["S"])
+        scores.append(sparsifier._run.weights.solving[0].state.per_unit["S"].clone())
     assert (scores[0].abs().max() < 1e-6).item()
     for t in (20, 39):  # Adam moves by about its learning rate
         moved = (scores[t] - scores[t - 1]).abs().max().item()
-        assert 0.2 < moved / (0.01 * grown(t + 1, 100, 20)) < 3.0
+        assert 0.2 < moved / (0.01 * grown(t, 100, 0.2)) < 3.0
 
 
 def test_the_default_schedule() -> None:
     ramp = OptG().ramp
     for progress, want in ((0.0, 0.0), (0.4, sigmoid(-10)), (0.5, 0.5), (0.55, sigmoid(5)), (1.0, 1.0), (2.0, 1.0)):
         assert ramp.at(progress) == pytest.approx(want, abs=1e-12)
+    for step in range(3000):  # 30 an epoch
+        assert ramp.at(step / 3000) == pytest.approx(sigmoid(step // 30 - 50), abs=1e-12)
     assert OptG(steepness=0.1).ramp.at(1.0) == 1.0
+    assert OptG(epochs=1).ramp.at(1.0) == 1.0
+    assert OptG(epochs=1).ramp.at(0.99) == 0.0
 
 
 def test_equal_scores_keep_what_comes_first() -> None:
@@ -135,3 +164,9 @@ def test_equal_scores_keep_what_comes_first() -> None:
 def test_bad_steepness(steepness: float) -> None:
     with pytest.raises(ValueError, match="OptG: steepness"):
         OptG(steepness=steepness)
+
+
+@pytest.mark.parametrize("epochs", [0, -3, 2.5, True])
+def test_bad_epochs(epochs: Any) -> None:
+    with pytest.raises(ValueError, match="OptG: epochs"):
+        OptG(epochs=epochs)

@@ -16,7 +16,7 @@ from spartan.methods import SET, RigL  # type: ignore[attr-defined]
 from spartan.problem import problem
 from spartan.step.look import solutions
 from tests.contract.cases import Net, batch
-from tests.methods.rewiring import NAMES, T, compare, cosine_down
+from tests.methods.rewiring import END, NAMES, Rule, T, compare, cosine_down
 
 METHODS = {"rigl": RigL(every=3, fraction=0.5), "set": SET(every=3, fraction=0.5)}
 
@@ -32,14 +32,71 @@ def test_forty_steps(budget: str, side: int) -> None:
     method = RigL(every=4, fraction=0.5)
     seen = compare(
         lambda model: Sparsifier(model, 0.7, T, method, pattern=pattern, budget=budget),
-        4,
-        cosine_down(0.5),
+        Rule(lambda t: t % 4 == 0 and t < END, lambda t, kept: cosine_down(0.5, t, kept), replaces=True),
         by_gradient,
         side,
     )
-    changed = [any(not torch.equal(a[n] != 0, b[n] != 0) for n in NAMES) for a, b in pairwise(seen)]
-    assert changed[3]
-    assert not any(changed[31:])
+    changed = [any(not torch.equal(a[n], b[n]) for n in NAMES) for a, b in pairwise(seen)]
+    # An update alone drops weights at once; what has grown is zero until the next step.
+    assert changed[0]
+    assert not any(torch.equal(a[n], b[n]) for n in NAMES for a, b in pairwise(seen[END:]))
+    dropped = [all(((a[n] == b[n]) | (b[n] == 0)).all() for n in NAMES) for a, b in pairwise(seen)]
+    assert [t for t, alone in enumerate(dropped) if alone] == [0, 4, 8, 12, 16, 20, 24, 28]
+
+
+def test_an_update_leaves_everything_else_as_it_is() -> None:
+    """Biases, norms, the optimizer's count and its momentum too, but for what grows."""
+    torch.manual_seed(0)
+    model = Net().double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    sparsifier = Sparsifier(model, 0.7, T, RigL(every=5, fraction=0.5)).attach(optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    for t in range(11):
+        theta = [x.clone() for x in sparsifier._run.weights.solving[0].theta.views]
+        before = copy.deepcopy({n: p.detach() for n, p in model.named_parameters()})
+        states = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+        old = sparsifier.masks()
+        train(model, optimizer, range(t, t + 1))
+        scheduler.step()
+        if t % 5:
+            continue
+        assert sparsifier.stats.step == t + 1
+        grown = {n: mask & ~old[n] for n, mask in sparsifier.masks().items()}
+        assert any(mask.any() for mask in grown.values())
+        for n, p in model.named_parameters():
+            assert n in grown or torch.equal(p, before[n])
+            for key, value in states.get(p, {}).items():
+                new = optimizer.state[p][key]
+                if key == "exp_avg" and n in grown:
+                    assert not new[grown[n]].any()
+                    new, value = new[~grown[n]], value[~grown[n]]
+                assert torch.equal(new, value)
+        for i, n in enumerate(grown):
+            now = sparsifier._run.weights.solving[0].theta.views[i]
+            assert not now[grown[n]].any()
+            assert torch.equal(now[~grown[n]], theta[i][~grown[n]])
+    assert optimizer.state[model.head.bias]["step"] == 8
+
+
+def test_a_closure_is_asked_once_for_an_update() -> None:
+    model, optimizer, sparsifier = start(method=RigL(every=3, fraction=0.5))
+    plain, other, _ = start(method=RigL(every=3, fraction=0.5))
+    for t in range(T):
+        losses: list[Any] = []
+
+        def closure(t: int = t, losses: list[Any] = losses) -> Any:
+            optimizer.zero_grad()
+            x, y = batch(t)
+            losses.append(nn.functional.cross_entropy(model(x), y))
+            losses[-1].backward()
+            return losses[-1]
+
+        assert optimizer.step(closure) is losses[0]
+        assert len(losses) == 1
+        train(plain, other, range(t, t + 1))
+    assert sparsifier.stats.step == T
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def start(seed: int = 0, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Sparsifier]:
@@ -158,7 +215,7 @@ def test_two_optimizers_rewire_as_one_does() -> None:
 
 def test_gradients_that_come_in_two_parts_are_put_together() -> None:
     """As with two optimizers that have a backward pass each, where layers share a budget."""
-    _, _, sparsifier = start(budget="global", method=RigL(every=1))
+    _, _, sparsifier = start(budget="global", method=RigL(every=2))
     (solver,) = sparsifier._run.weights.solving
     g = [torch.randn_like(theta) for theta in solver.theta.views]
     sparsifier.method.observe(solver, [g[0], None, None], sparsifier._run.at)
@@ -191,7 +248,8 @@ def test_gradients_are_remembered_only_for_an_update() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "names"), [({"every": 0}, "every"), ({"every": 2.5}, "every"), ({"fraction": 1.5}, "fraction")]
+    ("options", "names"),
+    [({"every": 0}, "every"), ({"every": 2.5}, "every"), ({"every": 1}, "every"), ({"fraction": 1.5}, "fraction")],
 )
 def test_bad_settings_are_named(options: Any, names: str) -> None:
     with pytest.raises(ValueError, match=f"RigL: {names}="):

@@ -16,7 +16,7 @@ from spartan import Block, Sparsifier, Unstructured
 from spartan.methods import SET  # type: ignore[attr-defined]
 from spartan.problem.schedules import Moment
 from spartan.solvers.units import generator
-from tests.methods.rewiring import END, NAMES, T, compare, cosine_down
+from tests.methods.rewiring import END, NAMES, Rule, T, compare, cosine_down
 
 
 def at_random(seed: int) -> Any:
@@ -34,14 +34,13 @@ def test_forty_steps(budget: str, side: int) -> None:
     method = SET(every=4, fraction=0.5)
     seen = compare(
         lambda model: Sparsifier(model, 0.7, T, method, pattern=pattern, budget=budget),
-        4,
-        cosine_down(0.5),
+        Rule(lambda t: t % 4 == 0 and t < END, lambda t, kept: cosine_down(0.5, t + 1, kept)),
         at_random,
         side,
     )
     changed = [any(not torch.equal(a[n] != 0, b[n] != 0) for n in NAMES) for a, b in pairwise(seen)]
-    assert changed[3]
-    assert not any(changed[31:])
+    assert changed[0]
+    assert not any(changed[END:])
 
 
 def test_bad_settings_are_named() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from spartan import Block, Sparsifier, Unstructured
 from spartan.methods import Static  # type: ignore[attr-defined]
 from tests.contract.cases import Net, batch
-from tests.methods.rewiring import NAMES, T, compare, cosine_down
+from tests.methods.rewiring import NAMES, Rule, T, compare
 
 
 @pytest.mark.parametrize("budget", ["erk", "uniform"])
@@ -19,10 +19,10 @@ def test_forty_steps(budget: str, side: int) -> None:
     pattern = Unstructured() if side == 1 else Block(2, 2)
     seen = compare(
         lambda model: Sparsifier(model, 0.7, T, Static(), pattern=pattern, budget=budget),
-        T + 1,
-        cosine_down(0.0),
+        Rule(),
         lambda seed: lambda layer, step, gradient: gradient,
         side,
+        end=30,
     )
     assert all(torch.equal(seen[0][n] != 0, w[n] != 0) for w in seen for n in NAMES)
 

@@ -114,6 +114,47 @@ def test_the_learned_thresholds_move_the_budget_between_layers() -> None:
     assert after[0] < before[0]
 
 
+def test_the_published_form_has_no_phases_and_asks_for_nothing() -> None:
+    """To the end of the run thresholds learn, and by default s decays as the weights do."""
+    torch.manual_seed(0)
+    model = Net().double()
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": DECAY},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=LR, momentum=MOMENTUM)
+    sparsifier = Sparsifier(model, SPARSITY, T, STR(exact=False, init=-2.0)).attach(optimizer)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [DECAY, 0.0, DECAY]
+    s = sparsifier._run.weights.solving[0].state.learned_per_target["s"]
+    for t in range(T):
+        assert sparsifier.stats.phase == "intermediate"
+        assert sparsifier.stats.target_density == 1.0
+        before = s.detach().clone()
+        x, y = batch(t)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (s != before).all()
+    sparsifier.finalize()
+    zeros = sum(int((model.get_parameter(n) == 0).sum()) for n in NAMES)
+    whole = sum(model.get_parameter(n).numel() for n in NAMES)
+    assert 0 < zeros < SPARSITY * whole
+    assert sparsifier.stats.density == pytest.approx(1 - zeros / whole)
+    assert sparsifier.stats.zeros == pytest.approx(zeros / whole)
+    with pytest.raises(RuntimeError, match="fewer zeros than asked for"):
+        spartan.verify(model, SPARSITY)
+    spartan.verify(model, zeros / whole)
+
+
+@pytest.mark.parametrize("decay", [None, 0.0])
+def test_without_decay_the_published_form_says_that_it_will_stay_dense(decay: float | None) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsifier = Sparsifier(model, SPARSITY, 10, STR(exact=False, decay=decay))
+    with pytest.warns(UserWarning, match=r"STR\(exact=False.*gets sparse by the weight decay.*none.*decay=5e-4"):
+        sparsifier.attach(optimizer)
+
+
 def test_its_own_form_promises_no_sparsity() -> None:
     assert STR().sparse_from == "warmup"
     assert STR(exact=False).sparse_from == "never"
@@ -152,7 +193,7 @@ def test_targets_worked_on_as_one_have_a_threshold_each(monkeypatch: pytest.Monk
 
 def test_its_own_form_gets_sparse_by_the_decay_of_its_thresholds() -> None:
     kept = []
-    for decay in (0.0, 0.5):
+    for decay in (1e-9, 0.5):
         torch.manual_seed(0)
         model = Net().double()
         optimizer = torch.optim.SGD([{"params": list(model.parameters()), "weight_decay": 1e-4}], lr=0.1)

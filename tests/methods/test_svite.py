@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,8 @@ import spartan
 from spartan import Block, Sparsifier, Unstructured
 from spartan.methods import SViTE  # type: ignore[attr-defined]
 from spartan.problem.patterns.heads import Heads
-from tests.methods.rewiring import DECAY, LR, MOMENTUM, NAMES, T, compare
+from tests.contract.cases import Net, batch
+from tests.methods.rewiring import DECAY, LR, MOMENTUM, NAMES, Rule, T, compare
 
 HEADS, WIDTH, TOKENS, END = 4, 8, 5, 32
 ROWS = WIDTH // HEADS
@@ -32,10 +34,10 @@ def test_forty_steps(budget: str, side: int) -> None:
     pattern = Unstructured() if side == 1 else Block(2, 2)
     seen = compare(
         lambda model: Sparsifier(model, 0.7, T, SViTE(every=4), pattern=pattern, budget=budget, finetune=0.25),
-        4,
-        rounded_up,
+        Rule(lambda t: (t + 1) % 4 == 0 and t + 1 < 30, lambda t, kept: rounded_up(t + 1, kept), dense=True),
         lambda seed: lambda layer, step, gradient: gradient,
         side,
+        end=30,
     )
     changed = [any(not torch.equal(a[n] != 0, b[n] != 0) for n in NAMES) for a, b in pairwise(seen)]
     assert changed[3]
@@ -83,7 +85,7 @@ def reference(model: nn.Module, alive: dict[str, list[int]], every: int) -> list
         loss = nn.functional.cross_entropy(functional_call(model, leaves, (x,)), y)
         grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
         for n in theta:
-            momentum[n] = MOMENTUM * momentum[n] + grads[n] * mask.get(n, 1.0) + DECAY * theta[n]
+            momentum[n] = MOMENTUM * momentum[n] + grads[n] + DECAY * theta[n]  # of pruned weights too
             theta[n] = theta[n] - LR * momentum[n]
         if (t + 1) % every or t + 1 >= END:
             continue
@@ -97,6 +99,7 @@ def reference(model: nn.Module, alive: dict[str, list[int]], every: int) -> list
             for h in grown:
                 if h not in heads:
                     theta[n][rows_of(h, "v")] = 0.0
+                    momentum[n][rows_of(h)] = 0.0
             alive[n] = sorted((set(heads) - set(gone)) | set(grown))
     return history
 
@@ -167,6 +170,28 @@ def test_the_score_of_a_head_is_that_of_its_output() -> None:
     torch.testing.assert_close(taylor * (3 * ROWS * WIDTH), want.detach())
 
 
+def test_adams_moments_of_pruned_weights_go_on_and_are_theirs_when_they_grow() -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sparsifier = Sparsifier(model, 0.7, T, SViTE(every=4)).attach(optimizer)
+    mean = {n: torch.zeros_like(model.get_parameter(n)) for n in NAMES}
+    for t in range(12):
+        old = sparsifier.masks()
+        x, y = batch(t)
+        w = {n: p.detach().requires_grad_() for n, p in model.named_parameters()}
+        loss = nn.functional.cross_entropy(functional_call(copy.deepcopy(model), w, (x,)), y)
+        for n, g in zip(NAMES, torch.autograd.grad(loss, [w[n] for n in NAMES]), strict=True):
+            mean[n] = 0.9 * mean[n] + 0.1 * g
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for n in NAMES:
+            parameter, grown = model.get_parameter(n), sparsifier.masks()[n] & ~old[n]
+            torch.testing.assert_close(optimizer.state[parameter]["exp_avg"], mean[n])
+            assert not parameter[grown].any()
+
+
 @pytest.mark.parametrize("importance", [None, "magnitude", "taylor"])
 def test_timm_vit(importance: str | None) -> None:
     pytest.importorskip("tests.torchvision_cpu")
@@ -211,7 +236,7 @@ def test_torchvision_vit() -> None:
 
 def test_the_mask_is_updated_every_hundredth_of_the_run_until_four_fifths() -> None:
     at = spartan.problem.schedules.Moment.start(1000, SViTE.warmup, SViTE.finetune, 0)
-    assert [t for t in range(1001) if SViTE().updates_at(t, at)] == list(range(10, 800, 10))
+    assert [t + 1 for t in range(1001) if SViTE().updates_at(replace(at, step=t))] == list(range(10, 800, 10))
     assert SViTE().period(spartan.problem.schedules.Moment.start(30, 0.0, 0.2, 0)) == 1
 
 

@@ -1,6 +1,6 @@
 """Finds trained models in run folders and files, for `spartan evaluate`, `export`, `inspect --kernels` and `bench`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from spartan.app.runs import read_run
 from spartan.app.train.config import Config, RecipeError, load_recipe
 from spartan.app.train.data import build_data
 from spartan.app.train.setup import build_model
-from spartan.files.load import load_named, open_file, read
+from spartan.files.load import fill, load_named, open_file, read
 from spartan.wording import one_line
 
 CPU = torch.device("cpu")
@@ -81,11 +81,20 @@ def find_trained(target: Path, recipe: str | None = None, sets: Sequence[str] = 
     reference = {"model": config.model, **reference, "args": config.model_args}
     with torch.random.fork_rng(devices=[]):
         model = build_model(config, reference["classes"], reference["shape"])
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise RecipeError(f"the weights do not fit model {config.model}: {one_line(error)}") from None
+    fill_model(model, config, weights, path)
     return Trained(name, path, packed, model.eval(), reference, config)
+
+
+def fill_model(model: nn.Module, config: Config, weights: Mapping[str, Tensor], file: Path) -> None:
+    """Put the weights of a file into a recipe's model, which is made narrower where the file's was."""
+    contents = open_file(file) if is_packed(file) else None
+    try:
+        if contents is not None and contents.narrowed is not None:
+            fill(contents, model)
+        else:
+            model.load_state_dict(weights)
+    except (RuntimeError, ValueError) as error:
+        raise RecipeError(f"the weights do not fit model {config.model}: {one_line(error)}") from None
 
 
 def load_trained(

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spartan.narrow import Shapes, Sizes, is_narrowed, narrow, sizes_beside, why_not_narrower
 from spartan.scalars import as_plain
 from spartan.wording import one_line, printable
 from spartan.zoo import VIT, WRN, Shape, build_model
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 # Arguments that a file may set. Those that load weights, fetch or name classes are not among them.
 _DEPTHS = {"depth", "num_layers", "layers"}
@@ -69,8 +68,11 @@ class MemoryLimit(TorchDispatchMode):
 
 def reference_of(
     model: nn.Module, architecture: str | Mapping[str, Any] | None, shapes: Shapes
-) -> dict[str, Any] | None:
-    """The reference to store: the one given, checked; or that of a timm model, if it is enough to rebuild it."""
+) -> tuple[dict[str, Any] | None, Sizes | None]:
+    """The reference to store: the one given, checked; or that of a timm model, if it is enough to rebuild it.
+
+    With it, of a model that `shrink` has made narrower, the sizes that its tensors do not tell.
+    """
     if architecture is not None:
         given = as_plain({"model": architecture} if isinstance(architecture, str) else dict(architecture))
         if not isinstance(given.get("model"), str) or given.keys() - {"model", "classes", "shape", "args"}:
@@ -79,22 +81,31 @@ def reference_of(
             )
         if not _why_unsafe(given):  # else it is a note to the reader, and load asks for a model
             try:
-                build(given, shapes, real=False)
+                return given, _sizes_of(model, given, shapes)
             except Unbuildable as error:
                 raise ValueError(f"architecture={architecture!r}: {error}") from None
-        return given
+        return given, None
     config = getattr(model, "pretrained_cfg", None)
     if type(model).__module__.startswith("timm.") and isinstance(config, Mapping) and config.get("architecture"):
         found: dict[str, Any] = {"model": f"timm/{config['architecture']}"}
         classes = getattr(model, "num_classes", 1000)
         found |= {} if classes == 1000 else {"classes": classes}
         with suppress(Unbuildable):
-            build(found, shapes, real=False)
-            return found
-    return None
+            return found, _sizes_of(model, found, shapes)
+    return None, None
 
 
-def build(reference: Mapping[str, Any], shapes: Shapes, real: bool = True, max_bytes: int | None = None) -> nn.Module:
+def _sizes_of(model: nn.Module, reference: Mapping[str, Any], shapes: Shapes) -> Sizes | None:
+    """The sizes beside the tensors of a narrowed model; None for one that is as its reference says."""
+    if not is_narrowed(model):
+        build(reference, shapes, real=False)
+        return None
+    return sizes_beside(model, build(reference, shapes, real=False, sizes={}))
+
+
+def build(
+    reference: Mapping[str, Any], shapes: Shapes, real: bool = True, max_bytes: int | None = None, sizes: Any = None
+) -> nn.Module:
     """The model that a reference leads to, its state of exactly these shapes; Unbuildable with the reason otherwise.
 
     Args:
@@ -102,6 +113,8 @@ def build(reference: Mapping[str, Any], shapes: Shapes, real: bool = True, max_b
         shapes: the shapes of the tensors that are to go into it.
         real: False to build it on the meta device, without memory.
         max_bytes: the most memory that building it may take; None: any.
+        sizes: of a narrowed model, whose tensors are parts of those of its name: what these do not tell. None: it is
+            not narrowed.
 
     Example:
         >>> shapes = {"0.weight": (32, 1, 3, 3)}
@@ -124,10 +137,14 @@ def build(reference: Mapping[str, Any], shapes: Shapes, real: bool = True, max_b
     try:
         with torch.random.fork_rng(devices=[]):
             model = construct("meta")
-            if difference := differences(model.state_dict(), shapes):
+            same = sizes is None
+            difference = differences(model.state_dict(), shapes) if same else why_not_narrower(model, shapes, sizes)
+            if difference:
                 raise Unbuildable(difference)
             if real:
                 model = construct("cpu")
+                if not same:
+                    narrow(model, shapes, sizes)
     except Unbuildable as error:
         raise Unbuildable(f"{name} {error}") from None
     except Exception as error:  # others' constructors raise anything at sizes that they do not expect

@@ -63,6 +63,8 @@ def inspect(path: str | os.PathLike[str]) -> str:
         ("dense", f"{dense:,} bytes, {dense / container.size:.2f} times the file"),
         ("bound", f"{bound:,.0f} bytes if values are random bits; the file is {abs(over):.2%} {larger}"),
     ]
+    if contents.narrowed is not None:
+        facts.insert(2, ("narrowed", f"what is dead has been cut out; other sizes in {len(contents.narrowed)} modules"))
     facts += [("tied", f"{alias} is {name}") for alias, name in contents.aliases.items()]
     rows = [["tensor", "shape", "dtype", "code", "kept", "bytes", "bound", "over"]]
     small: list[Spec] = []

@@ -16,6 +16,7 @@ from spartan.files.signs import Signs, join_signs
 from spartan.files.signs import check as check_signs
 from spartan.files.values import CodedValues, decode_values
 from spartan.files.values import check as check_code
+from spartan.narrow import narrow, why_not_narrower
 from spartan.problem.targets import name_cleaner, unwrap
 from spartan.scalars import as_plain
 
@@ -69,6 +70,8 @@ class Contents:
     specs: Mapping[str, Spec]
     aliases: Mapping[str, str]
     architecture: Mapping[str, Any] | None
+    # of a model that was made narrower than the architecture: the sizes that its tensors do not tell
+    narrowed: Mapping[str, Any] | None = None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -89,8 +92,9 @@ def load(
 
     Args:
         path: the file. A damaged or foreign one is a ValueError, and `model` is then as it was.
-        model: the model to load the weights into, in place; it keeps its own dtypes and memory format. None: a new one,
-            in the file's dtypes and in eval mode, if the file says which.
+        model: the model to load the weights into, in place; it keeps its own dtypes and memory format, and is made
+            narrower for the file of one that `spartan.shrink` has made so. None: a new one, in the file's dtypes and in
+            eval mode, if the file says which.
         device: where the model goes; None: where it is (a new one: the CPU).
         kernels: `"auto"`: layers run sparse kernels where they are measured to be faster on this machine; `"sparse"`:
             wherever there is one; the result is then a copy of the model for inference. `"dense"`: nowhere, and the
@@ -117,10 +121,7 @@ def load(
     if model is None:
         model = load_named(contents, f"build the model and pass it: load({str(path)!r}, model)", max_bytes)
     else:
-        _check_fit(contents, unwrap(model))
-        tensors = unpack_all(contents)
-        clean = name_cleaner(unwrap(model))
-        unwrap(model).load_state_dict({name: tensors[clean(name)] for name in unwrap(model).state_dict()})
+        fill(contents, unwrap(model))
     if device is not None:
         model.to(device)
     if kernels == "dense":
@@ -128,6 +129,16 @@ def load(
     from spartan.inference.convert import accelerate
 
     return accelerate(model, kernels=kernels, device=device)
+
+
+def fill(contents: Contents, model: nn.Module) -> None:
+    """Put a file's tensors into a model that they fit, which is made narrower if they are of a narrowed one."""
+    _check_fit(contents, model)
+    tensors = unpack_all(contents)
+    clean = name_cleaner(model)
+    if contents.narrowed is not None and _differences(contents, model):
+        narrow(model, contents.shapes, contents.narrowed)
+    model.load_state_dict({name: tensors[clean(name)] for name in model.state_dict()})
 
 
 def read(path: str | os.PathLike[str], *, max_bytes: int | None = None) -> dict[str, Tensor]:
@@ -175,7 +186,9 @@ def _parse_contents(container: format.Container) -> Contents:
     for alias, name in aliases.items():
         if alias in specs or format.is_reserved(alias) or not isinstance(name, str) or name not in specs:
             raise ValueError(f"{ascii(alias)[:80]} is said to be another name of a tensor that is not there")
-    return Contents(container, specs, aliases, format.parse_metadata(container, "spartan.architecture") or None)
+    architecture = format.parse_metadata(container, "spartan.architecture") or None
+    narrowed = format.parse_metadata(container, key) if (key := "spartan.narrowed") in container.metadata else None
+    return Contents(container, specs, aliases, architecture, narrowed)
 
 
 def _parse_item(item: Any, used: dict[str, int]) -> Spec:
@@ -235,18 +248,24 @@ def check_memory(contents: Contents, max_bytes: int | None) -> int:
 
 
 def _check_fit(contents: Contents, model: nn.Module) -> None:
-    """Refuse a file whose tensors are not the model's."""
-    clean = name_cleaner(model)
-    state = {clean(name): tensor for name, tensor in model.state_dict().items()}
-    path = contents.container.path
-    if difference := differences(state, contents.shapes):
+    """Refuse a file whose tensors are not the model's, nor those of a narrower one."""
+    path, difference = contents.container.path, _differences(contents, model)
+    if difference and contents.narrowed is not None:
+        difference = why_not_narrower(model, contents.shapes, contents.narrowed)
+    if difference:
         raise ValueError(f"{path} does not fit the model, which {difference}")
-    for name, tensor in state.items():
+    clean = name_cleaner(model)
+    for name, tensor in ((clean(name), tensor) for name, tensor in model.state_dict().items()):
         dtype = contents.specs[contents.aliases.get(name, name)].dtype
         if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
             raise ValueError(
                 f"{path} does not fit the model, which has {name} in {tensor.dtype}, and the file in {dtype}"
             )
+
+
+def _differences(contents: Contents, model: nn.Module) -> str | None:
+    clean = name_cleaner(model)
+    return differences({clean(name): tensor for name, tensor in model.state_dict().items()}, contents.shapes)
 
 
 def load_named(contents: Contents, remedy: str, max_bytes: int | None = None) -> nn.Module:
@@ -256,7 +275,7 @@ def load_named(contents: Contents, remedy: str, max_bytes: int | None = None) ->
     if reference is None:
         raise ValueError(f"{path} does not say which model its weights belong to; {remedy}")
     try:
-        model = build(reference, contents.shapes, max_bytes=limit)
+        model = build(reference, contents.shapes, max_bytes=limit, sizes=contents.narrowed)
     except Unbuildable as error:
         raise ValueError(f"{path}: {error}; {remedy}") from None
     _check_fit(contents, model)

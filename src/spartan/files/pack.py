@@ -82,7 +82,7 @@ def save(
     if any(type(module).__module__.startswith("spartan.inference.") for module in model.modules()):
         raise ValueError("the model runs sparse kernels: it is a copy made by load; save the model it was made from")
     state, aliases = state_of(model)
-    reference = reference_of(model, architecture, {name: tuple(t.shape) for name, t in state.items()})
+    reference, sizes = reference_of(model, architecture, {name: tuple(t.shape) for name, t in state.items()})
     tensors: dict[str, Tensor] = {}
     packed: dict[str, PackedTensor] = {}
     zeros = weights = 0
@@ -108,6 +108,7 @@ def save(
     }
     metadata |= {"spartan.aliases": _json(aliases)} if aliases else {}
     metadata |= {"spartan.architecture": _json(reference)} if reference else {}
+    metadata |= {"spartan.narrowed": _json(sizes)} if sizes is not None else {}
     with torch.device("cpu"):
         return format.write(Path(path), tensors | _pools(packed), metadata)
 

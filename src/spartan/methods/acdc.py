@@ -16,19 +16,24 @@ from spartan.solvers.torch import TorchSolver
 class ACDC(Method):
     """AC/DC: dense and sparse phases in turn; each sparse phase trains the top-k mask of its first moment.
 
-        dense phase       θ ← θ − η · ∇L(θ)                     what was pruned starts again from zero
+        dense phase       θ ← θ − η · ∇L(θ)                     what was pruned starts again from zero, momentum too
         sparse phase      θ ← Π_k(θ), M = [θ ≠ 0]               once, when it begins
                           θ ← M ⊙ (θ − η · M ⊙ ∇L(θ))           at every step
 
     The run begins dense, alternates, and ends with a longer dense phase and a longer sparse one: finetuning. Lengths
     are fractions of the run; the defaults are the paper's for 100 epochs: 10 dense, then 5 sparse, 5 dense, 5 sparse,
-    …, 10 dense from epoch 75, and 15 sparse (`finetune`). Its CIFAR-10 runs of 200 epochs have longer ones,
-    `ACDC(first_dense=0.05, phase=0.1)`. Momentum of pruned weights is left to fade during a sparse phase.
+    …, 10 dense from epoch 75, and 15 sparse (`finetune`). Its CIFAR runs of 200 epochs have longer ones,
+    `ACDC(first_dense=0.05, phase=0.1)`.
+
+    Before the first step of each dense phase the optimizers lose the momentum of all that they train, biases and norms
+    too, as its scripts do with SGD (`--reset_momentum_after_recycling`); Adam's second moments stay. During a sparse
+    phase the momentum of pruned weights is left to fade, as there.
 
     Args:
         first_dense: fraction of the run that is dense at the beginning.
         phase: fraction of the run that every alternating phase lasts; at least one step.
         last_dense: fraction of the run that is dense right before the final sparse phase.
+        reset_momentum: False lets momentum go on where a dense phase begins.
 
     Example:
         >>> model = torch.nn.Linear(8, 8)
@@ -47,6 +52,7 @@ class ACDC(Method):
     first_dense: float = 0.10
     phase: float = 0.05
     last_dense: float = 0.10
+    reset_momentum: bool = True
 
     name = "acdc"
     year = 2021
@@ -75,6 +81,10 @@ class ACDC(Method):
         if at.step < first or at.step >= at.freeze_step - last:
             return True
         return (at.step - first) // max(phase, 1) % 2 == 1
+
+    def forgets(self, at: Moment) -> bool:
+        """Where a dense phase begins, but for the first."""
+        return self.reset_momentum and at.step > 0 and self.dense_at(at) and not self.dense_at(at.before())
 
     def setup(self, solver: TorchSolver, at: Moment) -> None:
         """Everything is kept before the first phase."""

@@ -6,6 +6,7 @@ The run calls, for all segments at once:
     choose    after each optimizer step: look at θ, decide what is kept now       (no gradient)
     form      what w is, and what becomes of gradients, as declarations (`solvers.forms`) or as an autograd expression
     observe   after each backward: look at the gradient for w, dense, not masked  (no gradient)
+    resample  before each further pass over a batch: masks of its own             (no gradient)
     freeze    when finetuning begins: the mask that stays
 
 A method object holds settings only. What it knows about a run lies with the solver it is given: the masks chosen last,
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.problem.schedules import Moment, Schedule, linear
+from spartan.problem.targets import Target
 from spartan.solvers.base import Grads
 from spartan.solvers.forms import Form
 from spartan.solvers.torch import TorchSolver
@@ -60,8 +62,14 @@ class Method(ABC):
     identity: ClassVar[bool] = False
     # α, where the method works on ψ = sign(θ)·|θ|^α in the place of θ.
     power: float = 1.0
-    # Options of the optimizer's parameter group for what is learned, such as {"weight_decay": 0.0}.
+    # Options of the optimizer's parameter group for what is learned, such as {"weight_decay": 0.0}; None is the weights'.
     learned_options: ClassVar[dict[str, Any]] = {}
+    # Whether it gets sparse by the weight decay of what is learned.
+    sparse_by_decay: bool = False
+    # The norm that an optimizer's gradients, and the one that the method holds of its own, are clipped to together.
+    clip: float | None = None
+    # Whether `observe` is shown the gradients of each backward by themselves, not their sum over the step.
+    apart: ClassVar[bool] = False
 
     def setup(self, solver: TorchSolver, at: Moment) -> None:  # noqa: B027
         """Make what the method keeps: masks, scores, learned parameters."""
@@ -72,6 +80,25 @@ class Method(ABC):
         It may be called more than once at one step (several optimizers, `dense_weights`).
         """
         solver.solve(solver.k)
+
+    def resample(self, solver: TorchSolver, at: Moment, number: int) -> None:  # noqa: B027
+        """Choose masks for a further pass of the same step, the second being number 1."""
+
+    def passes(self, at: Moment) -> int:
+        """How many passes over a batch, each with masks of its own, the step of this moment is meant to average."""
+        return 1
+
+    def replaces(self, at: Moment) -> bool:
+        """Whether masks are updated in the place of this moment's step: then no optimizer moves anything."""
+        return False
+
+    def forgets(self, at: Moment) -> bool:
+        """Whether optimizers lose all their momentum before this moment's step."""
+        return False
+
+    def scale(self, target: Target) -> float:
+        """What the magnitudes of a target are multiplied by where units compete."""
+        return 1.0
 
     @abstractmethod
     def form(self, solver: TorchSolver, at: Moment) -> Form:
@@ -84,8 +111,13 @@ class Method(ABC):
     def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:  # noqa: B027
         """Look at the dense gradients for w: one per target, None where the loss did not reach.
 
-        It is called at the end of every backward, each time with the sum since the last step.
+        It is called at the end of every backward, each time with the sum since the last step; with `apart`, only with
+        what this backward has given, and `solver.further` tells whether others of the step came before.
         """
+
+    def held(self, solver: TorchSolver) -> Tensor | None:
+        """A gradient that the method has of its own and is clipped together with the optimizer's, in place."""
+        return None
 
     def keep(self, solver: TorchSolver, at: Moment) -> Tensor:
         """Bool per unit: what is kept now."""

@@ -19,9 +19,12 @@ class Feather(Method):
         w = sign(θ) · max(|θ|ᵖ − τᵖ, 0)^(1/p)    with a unit's mean magnitude u: θ · max(1 − (τ/u)ᵖ, 0)^(1/p)
         θ ← θ − η · (g where kept, κ·g elsewhere)
 
+    The authors train with gradients clipped to a norm of 3 (`clip_grad_norm_(model.parameters(), 3)`), which is left to
+    the training loop here.
+
     Args:
         p: 1 is soft thresholding, ∞ would be hard.
-        pruned_gradient: κ; None is the paper's rule, 0.5 where the sparsity, to a percent, exceeds 95% and 1 otherwise.
+        pruned_gradient: κ; None is the paper's rule, for the whole model: 0.5 for a sparsity above 95%, 1 otherwise.
         ramp: how the sparsity grows over the warm-up, from 0 to 1 of the final one; cubic over the first half of the
             run, as in the paper.
 
@@ -54,15 +57,13 @@ class Feather(Method):
         if self.pruned_gradient is not None and not 0 <= self.pruned_gradient <= 1:
             raise ValueError(f"Feather: pruned_gradient={self.pruned_gradient!r}; None or a number in [0, 1] is needed")
 
-    def kappa(self, problem: Problem) -> tuple[float, ...]:
-        """The gradient's factor where pruned, of every segment."""
+    def kappa(self, problem: Problem) -> float:
+        """The gradient's factor where pruned: one for all, by the sparsity of the whole."""
         if self.pruned_gradient is not None:
-            return (float(self.pruned_gradient),) * len(problem.segments)
-        # To a percent: with count="model" a sparsity of 0.95 is a little more of the targets.
-        return tuple(0.5 if round(segment.sparsity, 2) > 0.95 else 1.0 for segment in problem.segments)
+            return float(self.pruned_gradient)
+        return 0.5 if problem.sparsity > 0.95 + 1e-9 else 1.0
 
     def form(self, solver: TorchSolver, at: Moment) -> Form:
         """θ · max(1 − (τ/u)ᵖ, 0)^(1/p); g where kept, κ·g elsewhere."""
         kappa = self.kappa(solver.problem)
-        rest = kappa[0] if len(set(kappa)) == 1 else kappa
-        return Form(Shrunk(self.p), Where(1.0, rest, rest))
+        return Form(Shrunk(self.p), Where(1.0, kappa, kappa))

@@ -13,6 +13,7 @@ from spartan.methods.base import Method
 from spartan.methods.registry import as_method, register
 from spartan.problem.problem import Problem
 from spartan.problem.schedules import Moment
+from spartan.problem.targets import Target
 from spartan.solvers.base import Grads
 from spartan.solvers.forms import Form
 from spartan.solvers.torch import TorchSolver
@@ -73,7 +74,7 @@ class Powerprop(Method):
         object.__setattr__(self, "method", inner)
         object.__setattr__(self, "power", float(self.alpha))
         same = ("sparse_from", "budget", "warmup", "finetune", "ramp", "refuses_nm", "learned_options")
-        for fact in (*same, "random", "keeps_zeros"):
+        for fact in (*same, "random", "keeps_zeros", "sparse_by_decay", "clip", "apart"):
             object.__setattr__(self, fact, getattr(inner, fact))
 
     @property
@@ -111,6 +112,22 @@ class Powerprop(Method):
         """The inner method's."""
         with self._untouched(solver):
             self.inner.choose(solver, at)
+
+    def resample(self, solver: TorchSolver, at: Moment, number: int) -> None:
+        """The inner method's."""
+        self.inner.resample(solver, at, number)
+
+    def passes(self, at: Moment) -> int:
+        """The inner method's."""
+        return self.inner.passes(at)
+
+    def scale(self, target: Target) -> float:
+        """The inner method's."""
+        return self.inner.scale(target)
+
+    def held(self, solver: TorchSolver) -> Tensor | None:
+        """The inner method's."""
+        return self.inner.held(solver)
 
     def observes(self, at: Moment) -> bool:
         """If the inner method does."""

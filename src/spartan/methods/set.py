@@ -17,13 +17,14 @@ class SET(Rewiring):
     """Sparse evolutionary training: drop the smallest weights now and then, grow as many at random.
 
         θ ← θ − η · M ⊙ ∇L(M ⊙ θ)                             at every step
-        M ← M minus the ⌊f_t·|M|⌋ units smallest in |θ|        every n steps, in each layer, until the mask is fixed
-        M ← M plus as many units at random of the others, from θ = 0
-        f_t = f/2 · (1 + cos(πt/T_end))                        T_end: when finetuning begins, at 75% by default
+        M ← M minus the ⌊f_t·|M|⌋ units smallest in |θ|        after steps 1, n + 1, 2n + 1, … ≤ T_end, in each layer
+        M ← M plus as many units at random of the others, from θ = 0 and without momentum
+        f_t = f/2 · (1 + cos(πt/T_end))                        T_end: when finetuning begins, at 77% by default
 
-    As in the comparisons of Evci et al. (2020): updates by steps, smallest by magnitude, a cosine and zeros. The
-    original rewires once an epoch by a constant fraction, of each sign by itself, and draws new weights at random. A
-    unit that is dropped and drawn again at once keeps its value. Layers share a budget with `budget="global"`.
+    As in the code of Evci et al. (2020), which compares RigL with it: updates by steps, each after a gradient step,
+    smallest by magnitude, zeros; with a cosine, as in their paper. The original rewires once an epoch by a constant
+    fraction, of each sign by itself, and draws new weights at random. A unit that is dropped and drawn again at once
+    keeps its value and its momentum. Layers share a budget with `budget="global"`.
 
     Args:
         every: optimizer steps between two updates of the mask.

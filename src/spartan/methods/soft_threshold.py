@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from spartan.methods.base import Method
 from spartan.methods.registry import register
 from spartan.ops.select import Threshold
-from spartan.problem.schedules import Moment
+from spartan.problem.schedules import Moment, constant
 from spartan.solvers.forms import VJP, Form, Shifted
 from spartan.solvers.pools import Selection
 from spartan.solvers.torch import TorchSolver
@@ -21,22 +21,28 @@ from spartan.solvers.units import masked
 @register
 @dataclass(frozen=True)
 class STR(Method):
-    """STR: soft thresholding with a learned threshold per layer, shifted together to meet the budget.
+    """STR, with an exact budget: soft thresholding with a learned threshold per layer, all shifted to meet the budget.
 
         z = |θ| − sigmoid(s)                          s: one learned number per layer
         w = sign(θ) · min(max(z − λ, 0), |θ|)         λ: the largest z that is not kept, a constant for the gradient
         θ ← θ − η · [kept] ⊙ g,  s ← s − η · (∂w/∂s)ᵀ g
 
     The learned thresholds decide how the budget is spread over the layers of a group. With a unit's mean magnitude u in
-    the place of |θ|, w = θ · min(max(z − λ, 0), u)/u.
+    the place of |θ|, w = θ · min(max(z − λ, 0), u)/u. This is not the published form, which meets no budget:
+
+        STR(exact=False)                              λ = 0 to the end of the run, nothing is asked for or fixed
+        s ← s − η · ((∂w/∂s)ᵀ g + decay · s)          weight decay brings s up from below, and the thresholds with it
+
+    Its sparsity comes out of the decay, `init` and the length of the run, which its authors tune for each sparsity; that
+    of the arguments is not met, and `finalize()` takes what there is. Look at `sparsifier.stats.density`.
 
     Args:
-        exact: False is the paper's own form, λ = 0: weight decay on s steers the sparsity, `sparsity` is not met.
-        init: s at the start. The paper's ResNet-50 starts from −3200, where sigmoid(s) and its slope are 0, and relies
-            on weight decay over 100 epochs to bring s up; −5 learns from the first step.
-        decay: weight decay of s; the paper's is that of the weights, and is what makes its own form sparse. None is the
-            optimizer's default, which is 0 where each of its parameter groups has one of its own, as in the recipes.
-            For the exact form it hardly matters: it moves all thresholds together, and λ takes that back.
+        exact: False is the published form.
+        init: s at the start. The authors' ResNet-50 starts from −3200 (`sInit_value`), where sigmoid(s) and its slope
+            are 0, and relies on weight decay over 100 epochs to bring s up; −5 learns from the first step.
+        decay: weight decay of s. None is, as in the authors' code, that of the weights for the published form, and warns
+            where they have none, since it would stay dense. For the exact form it is the optimizer's default and
+            hardly matters: it moves all thresholds together, and λ takes that back.
 
     Example:
         >>> model = torch.nn.Linear(8, 8)
@@ -51,7 +57,7 @@ class STR(Method):
 
     name = "str"
     year = 2020
-    mask_rule = "top-k of |θ| − sigmoid(s), s learned per layer, shrunk by the threshold"
+    mask_rule = "exact budget: top-k of |θ| − sigmoid(s), s learned per layer, shrunk by the threshold"
     gradient_rule = "VJP: g where kept, else 0; s learns too"
     needs = "one learned threshold per layer"
     reference = "Kusupati et al., Soft threshold weight reparameterization for learnable sparsity, ICML 2020"
@@ -64,11 +70,15 @@ class STR(Method):
             raise ValueError(
                 f"STR: decay={self.decay!r} is not a weight decay; None or a number of at least 0 is needed"
             )
+        if not self.exact:
+            free = {"ramp": constant(0.0), "warmup": 0.0, "finetune": 0.0, "sparse_by_decay": True}
+            for fact, value in free.items():
+                object.__setattr__(self, fact, value)
 
     @property
     def learned_options(self) -> dict[str, Any]:  # type: ignore[override]
-        """The weight decay of s."""
-        return {} if self.decay is None else {"weight_decay": self.decay}
+        """The weight decay of s; None is that of the weights."""
+        return {} if self.exact and self.decay is None else {"weight_decay": self.decay}
 
     @property
     def sparse_from(self) -> Literal["warmup", "never"]:  # type: ignore[override]
@@ -89,8 +99,11 @@ class STR(Method):
         """λ for the budget; the paper's own form has none."""
         if self.exact:
             solver.solve(solver.k, shifted="s")
-        else:
-            solver.a = Selection.of([Threshold(0.0)] * len(solver.problem.segments), solver.device)
+        elif solver.a is None:  # once: to send numbers makes the host wait
+            every = [
+                Threshold(0.0, cost=segment.total) for segment in solver.problem.segments
+            ]  # at most: nobody counts
+            solver.a = Selection.of(every, solver.device)
 
     @torch.no_grad()
     def keep(self, solver: TorchSolver, at: Moment) -> Tensor:

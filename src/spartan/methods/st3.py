@@ -1,10 +1,12 @@
 """Straight-through soft thresholding for sparse training."""
 
+import math
 from dataclasses import dataclass
 
 from spartan.methods.base import Method
 from spartan.methods.registry import register
 from spartan.problem.schedules import Moment, Schedule, cubic, delayed
+from spartan.problem.targets import Target
 from spartan.solvers.forms import STRAIGHT, Form, Shrunk
 from spartan.solvers.torch import TorchSolver
 
@@ -21,8 +23,13 @@ class ST3(Method):
     s makes up for the lost magnitude, per output channel: with r = Σ_kept|θ| / Σ|θ| of the channel, s = 1.01/(r + 0.01)
     (a unit that spans several channels takes their mean).
 
+    The authors train with gradients clipped to a norm of 3 (`gradient_clip_val = 3.0`), which is left to the training
+    loop here.
+
     Args:
         rescale: False leaves out s.
+        sigma: True is ST-3^σ, which spreads the sparsity more evenly over layers: magnitudes compete as |θ|·√d, d being
+            the sum of the weight's dimensions (`l1std` in its code), so that a layer's threshold is τ/√d.
         ramp: how the sparsity grows over the warm-up, from 0 to 1 of the final one; the paper's is dense for 5 of 100
             epochs, then a cubic that ends at half the run.
 
@@ -34,6 +41,7 @@ class ST3(Method):
     """
 
     rescale: bool = True
+    sigma: bool = False
     ramp: Schedule = delayed(cubic(0.0, 1.0), 0.1)  # of the warm-up: a twentieth of the run
 
     name = "st3"
@@ -47,6 +55,10 @@ class ST3(Method):
     refuses_nm = ""
     warmup = 0.5
     finetune = 0.0
+
+    def scale(self, target: Target) -> float:
+        """√d for ST-3^σ."""
+        return math.sqrt(sum(target.shape)) if self.sigma else 1.0
 
     def form(self, solver: TorchSolver, at: Moment) -> Form:
         """s · θ · max(1 − τ/u, 0), straight through."""

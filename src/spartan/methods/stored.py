@@ -32,7 +32,10 @@ class StoredMasks(Method):
 
 
 class Rewiring(StoredMasks):
-    """Every few steps, until the mask is fixed, some of the kept units give way to others."""
+    """Every few steps, until the mask is fixed, some of the kept units give way to others.
+
+    Steps are counted from 0; an update belongs to a step t = 0, n, 2n, … and is made when that step is done.
+    """
 
     refuses_nm = "it replaces a fraction of all kept weights, and with N:M each group would have to give up as many"
 
@@ -42,6 +45,7 @@ class Rewiring(StoredMasks):
 
     grows_from_zero = True
     restarts = True
+    finetune = 0.232  # of RigL's 97,656 steps on CIFAR-10 the mask changes over 75,000
 
     def __post_init__(self) -> None:
         who = type(self).__name__
@@ -59,9 +63,9 @@ class Rewiring(StoredMasks):
         """Steps between two updates of the mask."""
         return self.every
 
-    def updates_at(self, step: int, at: Moment) -> bool:
-        """Whether the mask is rewired at this step: not at the first, nor once it is fixed."""
-        return 0 < step < at.freeze_step and step % self.period(at) == 0
+    def updates_at(self, at: Moment) -> bool:
+        """Whether the mask is rewired with the step of this moment: not once it is fixed."""
+        return 0 <= at.step < at.freeze_step and at.step % self.period(at) == 0
 
     def choose(self, solver: TorchSolver, at: Moment) -> None:
         """Rewire the mask if it is time; while a warm-up lowers the budget, keep what is largest of it."""
@@ -70,7 +74,7 @@ class Rewiring(StoredMasks):
         if 0 < at.step <= at.warmup_steps:
             state.per_unit["mask"] = solver.top(solver.k, solver.scores(), among=old)
         # Once per step, however often this is called.
-        if not self.updates_at(at.step, at) or state.numbers["rewired"] == at.step:
+        if not self.updates_at(at.before()) or state.numbers["rewired"] == at.step:
             return
         state.numbers["rewired"] = at.step
         importance, growth = self.importance_of(solver, at), self.growth(solver, at)
@@ -97,20 +101,21 @@ class Rewiring(StoredMasks):
         raise NotImplementedError
 
     def begin(self, solver: TorchSolver, grown: Tensor) -> None:
-        """Where units that were not kept before start from."""
+        """Where units that were not kept before start from: from zero, without momentum."""
         solver.restart(grown)
+        solver.forget(grown)
 
     def fraction_at(self, at: Moment) -> float:
-        """f_t = f/2 · (1 + cos(πt/T_end)), with T_end the step at which the mask is fixed."""
+        """f_t = f/2 · (1 + cos(πt/T_end)), with T_end the step at which the mask is fixed, and t those taken."""
         return 0.5 * self.fraction * (1.0 + math.cos(math.pi * at.progress))
 
 
 class ByGradient(Rewiring):
-    """What grows has the largest Σ|g| over its unit, per cost: the gradient for w, dense, of the step just taken."""
+    """What grows has the largest Σ|g| over its unit, per cost: the gradient for w, dense, of the step it belongs to."""
 
     def observes(self, at: Moment) -> bool:
-        """If the mask is rewired after this step."""
-        return self.updates_at(at.step + 1, at)
+        """If the mask is rewired with this step."""
+        return self.updates_at(at)
 
     def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:
         """Remember Σ|g| of every unit."""

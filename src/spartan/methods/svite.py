@@ -10,6 +10,7 @@ from spartan.methods.registry import register
 from spartan.methods.stored import ByGradient
 from spartan.problem.schedules import Moment
 from spartan.solvers.base import Grads
+from spartan.solvers.forms import STRAIGHT, Form, Stored
 from spartan.solvers.torch import TorchSolver
 from spartan.solvers.units import times
 
@@ -19,10 +20,14 @@ from spartan.solvers.units import times
 class SViTE(ByGradient):
     """SViTE: for vision transformers, drop weights or heads now and then, grow as many where the gradient is largest.
 
-        θ ← θ − η · M ⊙ ∇L(M ⊙ θ)                             at every step
+        θ ← θ − η · ∇L(M ⊙ θ)                                 at every step, straight through the mask
         M ← M minus the ⌈f_t·|M|⌉ units of least importance    every n steps, in each layer, until the mask is fixed
         M ← M plus as many of the others, largest in Σ|∇L(w)|, from θ = 0
         f_t = f_min + (f − f_min)/2 · (1 + cos(πt/T))          f_min = 0.005, T the whole run; the last update at 80% of it
+
+    As in its code the optimizer sees the gradients of all weights: AdamW's moments of a pruned one go on, and are its
+    own when it grows from θ = 0; SGD's momentum begins anew there. The update comes after the step whose gradient it
+    takes.
 
     The importance of a weight or a block is Σ|θ|. With `pattern=Heads(count)`, the paper's S²ViTE, that of a head is
     |Σ A·∂L/∂A| with A its output: to first order what the loss would change by without it. Summed over the batch this
@@ -56,8 +61,8 @@ class SViTE(ByGradient):
     name = "svite"
     year = 2021
     mask_rule = "random; every n steps the least |θ| (heads: |Σ w·g|) give way to the largest |g|"
-    gradient_rule = "g where kept, else 0"
-    needs = "dense gradients, every n steps"
+    gradient_rule = "g, straight through; what grows starts from 0"
+    needs = "dense gradients"
     reference = "Chen et al., Chasing sparsity in vision transformers: an end-to-end exploration, NeurIPS 2021"
     finetune = 0.2
     rounds_up = True
@@ -80,6 +85,15 @@ class SViTE(ByGradient):
         """f_t, a cosine over the whole run."""
         low = min(0.005, self.fraction)
         return low + 0.5 * (self.fraction - low) * (1.0 + math.cos(math.pi * min(1.0, at.step / at.total_steps)))
+
+    def updates_at(self, at: Moment) -> bool:
+        """After n steps, 2n, … until the mask is fixed."""
+        taken = at.step + 1
+        return 0 < taken < at.freeze_step and taken % self.period(at) == 0
+
+    def form(self, solver: TorchSolver, at: Moment) -> Form:
+        """[kept] ⊙ θ, straight through."""
+        return Form(Stored("mask"), STRAIGHT)
 
     def taylor(self, solver: TorchSolver) -> bool:
         """Whether importance is the loss's first-order change."""
@@ -104,5 +118,6 @@ class SViTE(ByGradient):
         return solver.scores() if found is None else found
 
     def begin(self, solver: TorchSolver, grown: Tensor) -> None:
-        """From zero; of a head, its values only."""
+        """From zero, of a head its values only; without SGD's momentum, but with Adam's moments."""
         solver.restart(grown, growing=True)
+        solver.forget(grown, ["momentum_buffer"])

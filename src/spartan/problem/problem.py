@@ -5,7 +5,7 @@ a cost c, and segments of whole targets with a budget k each. It says nothing of
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -67,10 +67,13 @@ class Problem:
     floors: list[float]  # least density of each target
     counted: int  # parameters that density is a fraction of
     untouched: int  # of these, the ones that are no target and stay dense
+    sparsity: float = 0.0  # fraction of what is counted that is gone at the end; in parts, that of the whole
+    scales: list[float] = field(default_factory=list)  # what each target's magnitudes are multiplied by; 1 by default
     numbers: list[int] = field(default_factory=list)  # the targets' among all of the model; filled in for parts
 
     def __post_init__(self) -> None:
         self.numbers = self.numbers or list(range(len(self.targets)))
+        self.scales = self.scales or [1.0] * len(self.targets)
         shapes = [t.axes.shape(t.shape) for t in self.targets]
         self.total = math.fsum(c * t.numel for c, t in zip(self.prices, self.targets, strict=True)) + self.untouched
         self.sizes = [self.pattern.unit_size(s) for s in shapes]  # entries per unit
@@ -79,7 +82,8 @@ class Problem:
         self.units = [t.local.numel() // n for t, n in zip(self.targets, self.sizes, strict=True)]
         self.all_units = [t.numel // n for t, n in zip(self.targets, self.sizes, strict=True)]
         # u = v / c_unit = factor · Σ|θ|
-        self.factors = [c ** (self.value_power - 1.0) / n for c, n in zip(self.prices, self.sizes, strict=True)]
+        each = zip(self.prices, self.sizes, self.scales, strict=True)
+        self.factors = [scale * c ** (self.value_power - 1.0) / n for c, n, scale in each]
         # Ties are cut by position in the weight. On an accelerator single weights stand in the order of memory instead,
         # so that they are read as they lie; where that is row-major, as it mostly is, both are the same.
         self.by_memory = self.pattern.single and all(stands_by_memory(t) for t in self.targets)
@@ -186,9 +190,9 @@ class Problem:
             segment = self.segments[number]
             segments.append(replace(segment, targets=tuple(mine.index(i) for i in segment.targets)))
         targets = [self.targets[i] for i in mine]
-        prices, floors = [self.prices[i] for i in mine], [self.floors[i] for i in mine]
-        places = [self.numbers[i] for i in mine]
-        return Problem(targets, self.pattern, prices, self.value_power, segments, floors, 0, 0, places)
+        prices, floors, scales = ([of[i] for i in mine] for of in (self.prices, self.floors, self.scales))
+        rest = segments, floors, 0, 0, self.sparsity, scales, [self.numbers[i] for i in mine]
+        return Problem(targets, self.pattern, prices, self.value_power, *rest)
 
     # ------------------------------------------------------------------ layers at their least density
 
@@ -241,8 +245,12 @@ def make_problem(
     count: str = "targets",
     min_density: float | Mapping[str, float] = 0.0,
     frozen_too: bool = False,
+    scale: Callable[[Target], float] = lambda target: 1.0,
 ) -> Problem:
-    """Targets, units, costs and budgets from the arguments a user gives; every mistake is an error here."""
+    """Targets, units, costs and budgets from the arguments a user gives; every mistake is an error here.
+
+    `scale` is a method's: what it multiplies the magnitudes of each target by.
+    """
     sparsity, budget, min_density = check_sparsity(sparsity), as_plain(budget), as_plain(min_density)
     pattern = check_pattern(Unstructured() if pattern is None else pattern)
     cost = as_cost(cost)
@@ -280,7 +288,9 @@ def make_problem(
         segments.append(Segment(tuple(members), gone, total, total, index=index))
     least = min_density if isinstance(min_density, Mapping) else {"*": min_density}
     floors = by_name("min_density", least, 0.0, targets)
-    problem = Problem(targets, pattern, prices, cost.value_power, segments, floors, counted, untouched)
+    gone = math.fsum(s.sparsity * s.total for s in segments) / (math.fsum(costs) + untouched)
+    rest = segments, floors, counted, untouched, gone, [scale(target) for target in targets]
+    problem = Problem(targets, pattern, prices, cost.value_power, *rest)
     _check_floors(problem, min_density)
     return problem
 

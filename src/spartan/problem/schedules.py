@@ -141,6 +141,10 @@ class Moment:
         """One step later."""
         return Moment(self.step + 1, self.total_steps, self.warmup_steps, self.freeze_step, self.seed)
 
+    def before(self) -> "Moment":
+        """One step earlier."""
+        return replace(self, step=self.step - 1)
+
     @classmethod
     def start(cls, total_steps: int, warmup: float, finetune: float, seed: int) -> "Moment":
         """Step 0 of a run, with its arguments checked."""

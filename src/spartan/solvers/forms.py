@@ -35,6 +35,8 @@ class Where:
 
 KEPT = Where(1.0, 0.0, 0.0)  # g where kept, else 0
 STRAIGHT = Where(1.0, 1.0, 1.0)  # g, straight through the mask
+# Under which names torch's optimizers, and most others, keep a running sum of gradients.
+MOMENTA = ("momentum_buffer", "exp_avg")
 
 
 class Mask(Enum):

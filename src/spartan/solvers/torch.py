@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags, Solver
-from spartan.solvers.forms import Form
+from spartan.solvers.forms import MOMENTA, Form
 from spartan.solvers.gradients import Gradients
 from spartan.solvers.theta import copy_all
 from spartan.solvers.units import MethodState, masked
@@ -23,6 +23,8 @@ class TorchSolver(Gradients, Solver):
     def __init__(self, problem: Problem, flags: Flags, alias: bool = False) -> None:
         Gradients.__init__(self, problem, alias)
         Solver.__init__(self, problem, flags)
+        self.further = False  # whether the gradients that a method sees come on top of others of the same step
+        self.forgotten: list[tuple[Tensor, tuple[str, ...]]] = []  # what optimizers are to forget, until they have
 
     @classmethod
     def why_not(cls, problem: Problem, kernels: str) -> str:
@@ -72,6 +74,13 @@ class TorchSolver(Gradients, Solver):
             some = self.problem.growing(i) if growing else None
             theta.masked_fill_(entries[i] if some is None else entries[i] & some, 0.0)
 
+    def forget(self, where: Tensor, names: Sequence[str] = MOMENTA) -> None:
+        """Have the optimizer forget what it keeps of these units under these names, its momentum; θ stays.
+
+        The run sees to it as soon as masks are chosen: what a method asks for and takes back is never done.
+        """
+        self.forgotten.append((where, tuple(names)))
+
     def snapshot(self) -> Any:
         """θ, the masks and what the method knows."""
         thetas = [theta.clone() for theta in self.theta.views]
@@ -81,7 +90,7 @@ class TorchSolver(Gradients, Solver):
         """Go back."""
         thetas, apart, k, solution, state = snapshot
         copy_all(self.theta.views, thetas)
-        self.state = copy_of(state)
+        self.state, self.forgotten = copy_of(state), []
         self.divide(apart)
         self.k = k
         self.go_on_from(solution)

@@ -150,13 +150,19 @@ class GradientState:
                 self._seen.pop(n, None)
         return [self._seen.get(n) for n in numbers]
 
-    def turn_fresh(self, turn: Callable[[list[bool]], None]) -> None:
-        """Have the fresh gradients turned, and add them to those of earlier backwards."""
+    @property
+    def adding(self) -> bool:
+        """Whether the fresh gradients will be added to others of the same step."""
+        return bool(self._aside)
+
+    def turn_fresh(self, turn: Callable[[list[bool]], None]) -> bool:
+        """Have the fresh gradients turned, and add them to those of earlier backwards; whether there were any."""
         if self._aside or self._kind.count(TURNED) < len(self._kind):  # not so after any backward
-            self._turn_fresh(turn)
+            return self._turn_fresh(turn)
+        return False
 
     @torch.no_grad()
-    def _turn_fresh(self, turn: Callable[[list[bool]], None]) -> None:
+    def _turn_fresh(self, turn: Callable[[list[bool]], None]) -> bool:
         if any(self._kind):
             fresh = [self.fresh(i) for i in range(len(self._kind))]
         else:
@@ -177,6 +183,7 @@ class GradientState:
             else:
                 parameter.grad.add_(before)
             self.turned(i)
+        return any(fresh)
 
     def set_aside(self, fresh: Sequence[bool] | None = None) -> None:
         """Put gradients for θ where nothing is added to them, until fresh ones are turned."""

@@ -1,8 +1,8 @@
 """Says, once each, what a user would otherwise find out at the end: layers left out, unfrozen too late, or emptied."""
 
 import warnings
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from spartan.methods.base import Method
 from spartan.problem.coverage import Coverage
@@ -43,6 +43,17 @@ def sparse_already(method: Method, targets: Sequence[Target]) -> SparseAlready |
             f"model: {found}; method={method.name!r} draws masks at random, which destroys it. {ways}", True
         )
     return SparseAlready(f"{found}; {method.name} begins anew at step 0. {ways}", False)
+
+
+def check_decay(method: Method, group: Mapping[str, Any]) -> None:
+    """Warn of learned parameters, in this group of the optimizer, whose weight decay is to make the model sparse."""
+    if method.sparse_by_decay and not group.get("weight_decay"):
+        warnings.warn(
+            f"{method!r} gets sparse by the weight decay of what it learns, and the optimizer gives it none: the model will "
+            "stay dense. Give the weights a weight decay, which it takes over, or set its own, such as decay=5e-4",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 class Notices:

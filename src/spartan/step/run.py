@@ -15,8 +15,10 @@ from spartan.problem.schedules import Moment
 from spartan.solvers.theta import copy_all
 from spartan.solvers.torch import TorchSolver
 from spartan.step import look
+from spartan.step.clip import JointClip
 from spartan.step.gradients import GradientState, grads_of
 from spartan.step.guard import Guard
+from spartan.step.moments import forget_all, forget_units
 from spartan.step.weights import Weights
 
 UNUSED = 2  # gradients cleared without a step, one after the other, until somebody looks at the weights
@@ -39,6 +41,8 @@ class Run:
         self.problem, self.method, self.at = problem, method, at
         self.weights = Weights(problem, method, kernels)
         self.guard = Guard(self.weights, model)
+        self._clip = None if method.clip is None else JointClip(self.weights, method.clip)
+        self.optimizers: list[Optimizer] = []  # those that are attached
         self._ddp = replicas(model)
         self._decays = False  # whether what the method declared for the last gradients has a decay
         self.kept: list[int] | None = None  # units kept, where counting takes all processes
@@ -80,8 +84,10 @@ class Run:
         return result
 
     def turn(self, optimizer: Optimizer, mine: Sequence[int]) -> None:
-        """Gradients for θ, with the method's decay."""
+        """Gradients for θ, clipped if the method asks for it, with the method's decay."""
         self.backward()
+        if self._clip is not None:
+            self._clip(optimizer, mine)
         if self._decays:
             self._add_decay(mine, getattr(optimizer, "grad_scale", None))
 
@@ -96,6 +102,8 @@ class Run:
                         self.at = self.at.next()
                     self.solve()
                     self._agree()
+                    if advance and self.method.forgets(self.at):
+                        forget_all(self.optimizers)
             finally:
                 self.write()  # whatever happens, the model holds w
         if self.at.due and not self.method.identity:
@@ -108,8 +116,8 @@ class Run:
         """Turn the fresh gradients for w in `.grad` into gradients for θ, in place; missing ones count as zero."""
         self.guard.check_join(self._ddp)
         self.check_model()
-        if not self.method.identity:
-            self.gradients.turn_fresh(self._turn)
+        if not self.method.identity and self.gradients.turn_fresh(self._turn) and self._clip is not None:
+            self._clip.remember()
 
     def _turn(self, fresh: Sequence[bool]) -> None:
         """Turn these gradients."""
@@ -122,7 +130,9 @@ class Run:
                 grads = [t.local_grad if fresh[n] else None for t, n in zip(targets, numbers, strict=True)]
             self._decays = self._decays or (form is not None and form.decay is not None)
             if isinstance(part, TorchSolver) and self.method.observes(self.at):
-                self.method.observe(part, self.gradients.summed(numbers, grads), self.at)
+                part.further = self.gradients.adding
+                seen = grads if self.method.apart else self.gradients.summed(numbers, grads)
+                self.method.observe(part, seen, self.at)
             replace_gradients(part.problem, grads, part.turn(form, grads))
 
     @torch.no_grad()
@@ -173,6 +183,8 @@ class Run:
                 self._choose_above_floors(solver)
             else:
                 self.method.choose(solver, self.at)
+            if solver.forgotten:
+                forget_units(solver, self.optimizers)
 
     def _choose_above_floors(self, solver: TorchSolver) -> None:
         """Choose masks; while layers keep less than their `min_density`, give them budgets of their own and choose anew."""
@@ -302,6 +314,20 @@ class Evaluation:
             self.run.weights.restore(self._before)
             for parameter, was in self._others:
                 parameter.copy_(was)
+
+
+def without_update(run: Run, optimizer: Optimizer, mine: Sequence[int], closure: Closure | None) -> Any:
+    """A step that a method takes for its masks: it sees the gradients, and no optimizer moves anything."""
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    run.turn(optimizer, mine)
+    run.guard.compare()
+    run.guard.gradients(mine, run.at.step, optimizer)
+    run.gradients.stepped(mine)
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers ask for
+    return loss
 
 
 def skipped(optimizer: Optimizer) -> bool:

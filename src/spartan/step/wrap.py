@@ -7,7 +7,7 @@ every optimizer's step.
 import functools
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -243,16 +243,25 @@ def check_optimizers(optimizers: Sequence[Optimizer], targets: Sequence[Target])
     return [owners[id(t.parameter)][0] for t in targets]
 
 
-def add_learned(optimizer: Optimizer, learned: list[nn.Parameter], options: dict[str, Any]) -> None:
-    """Give an optimizer a method's own parameters, unless it has them: a copy does."""
-    if any(p is learned[0] for group in optimizer.param_groups for p in group["params"]):
-        return
+def add_learned(
+    optimizer: Optimizer, learned: list[nn.Parameter], options: Mapping[str, Any], beside: Tensor
+) -> dict[str, Any]:
+    """Give an optimizer a method's own parameters, unless it has them, as a copy does; returns their parameter group.
+
+    An option of None is that of the group which this parameter is in.
+    """
+    for group in optimizer.param_groups:
+        if any(p is learned[0] for p in group["params"]):
+            return group
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise RuntimeError(
             "this method has learned parameters, which join the optimizer on attach(): attach before building the "
             "learning-rate scheduler, which counts the optimizer's parameter groups"
         )
-    optimizer.add_param_group({"params": learned, **options})
+    group = next(group for group in optimizer.param_groups if any(p is beside for p in group["params"]))
+    each = {key: group.get(key, 0.0) if value is None else value for key, value in options.items()}
+    optimizer.add_param_group({"params": learned, **each})
+    return optimizer.param_groups[-1]
 
 
 def remove_learned(optimizer: Optimizer, learned: list[nn.Parameter]) -> None:

@@ -134,6 +134,50 @@ def test_export_names_the_file_after_the_run(run: Path) -> None:
     assert facts(works("export", "digits.safetensors"))["file"] == "digits-packed.safetensors"
 
 
+@pytest.fixture(scope="module")
+def channels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run whose zeros are whole channels."""
+    out = tmp_path_factory.mktemp("runs") / "channels"
+    settings = ("--set", "epochs=3", "--set", "pattern=channel", "--set", "sparsity=.5", "--set", "exclude=[11.weight]")
+    result = invoke("train", "digits", *settings, "--out", out, "--quiet")
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_export_shrinks(channels: Path, images: Tensor) -> None:
+    said = facts(works("export", channels, "--shrink", "--onnx", "narrow.onnx"))
+    assert said["file"] == "channels-shrunk.safetensors"
+    assert said["shrunk"].startswith("56,554 → ")
+    assert said["onnx"].startswith("narrow.onnx, ")
+    whole, narrow = (spartan.load(f, kernels="dense") for f in (channels / "model.safetensors", said["file"]))
+    with torch.inference_mode():
+        expected, got = whole(images), narrow(images)
+    assert float((got - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (whole, narrow)]
+    assert said["shrunk"].startswith(f"{sizes[0]:,} → {sizes[1]:,} parameters")
+    assert sizes[1] < 0.5 * sizes[0]
+    # Every other command takes the file as it takes a run, by itself and with a recipe.
+    assert "narrowed" in works("inspect", said["file"])
+    assert f"dense, eager  {sum(t.nbytes for t in narrow.state_dict().values()):,}" in works(
+        "bench", said["file"], "--batch", "1"
+    )
+    scores = [
+        facts(works("evaluate", *target))["top-1"] for target in ((channels,), (said["file"], "--recipe", "digits"))
+    ]
+    assert scores[0] == scores[1]
+    answers = works("bench", said["file"], "--recipe", "digits", "--batch", "1")
+    assert "the same answer on 360 of 360 test images" in answers
+    # Again: it is as narrow as it gets.
+    again = facts(works("export", said["file"], "--shrink", "--out", "again.safetensors"))
+    assert again["shrunk"] == "nothing is dead"
+
+
+def test_export_shrink_says_what_stays(run: Path) -> None:
+    """Single weights: hardly a channel is dead, and the classes are the model's output."""
+    said = works("export", run, "--shrink", "--out", "narrow.safetensors")
+    assert "\nshrunk   " in said
+
+
 def test_export_rounds(run: Path) -> None:
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         said = facts(works("export", run, "--dtype", name))

@@ -28,6 +28,7 @@ NAMES = [
     "fashion-mnist",
     "resnet50-imagenet",
     "resnet50-imagenet-flops",
+    "resnet50-imagenet-nm",
     "tiny-imagenet-resnet18",
     "tiny-imagenet-vit",
     "vitb16-imagenet",
@@ -57,6 +58,17 @@ def test_resnet50_is_the_papers_table() -> None:
     assert (c.warmup, c.finetune, c.method_args, c.count) == (0.2, 0.2, {"beta": [1, 10]}, "model")
     flops = load_recipe("resnet50-imagenet-flops")
     assert (flops.cost, flops.value_power, flops.method_args) == ("flops", 1.0, {"beta": [1, 10]})
+
+
+def test_srste_is_its_authors_configuration() -> None:
+    """NM-sparsity/NM-sparsity: classification/configs/config_resnet50_2by4.yaml, and models/resnet.py for `fc`."""
+    c = load_recipe("resnet50-imagenet-nm")
+    o = c.optimizer
+    assert (c.method, c.method_args, c.pattern, c.sparsity) == ("srste", {"decay": 2e-4}, "nm:2:4", 0.5)
+    assert (c.epochs, c.batch_size, c.label_smoothing, c.clip) == (120, 256, 0.0, None)
+    assert (o.name, o.lr, o.final_lr, o.warmup_epochs, o.momentum, o.nesterov) == ("sgd", 0.1, 0.0, 5, 0.9, False)
+    assert o.weight_decay == 5e-5
+    assert "fc.*" in c.exclude
 
 
 @pytest.mark.parametrize(("name", "pattern"), [("", "unstructured"), ("-block16", (16, 16)), ("-block32", (32, 32))])

@@ -20,6 +20,7 @@ CLASSES, TRAIN, TEST = 10, 160, 40
 RECIPES = {
     "resnet50-imagenet": "resnet",
     "resnet50-imagenet-flops": "resnet",
+    "resnet50-imagenet-nm": "resnet",
     "vitb16-imagenet": "vit",
     "vitb16-imagenet-block16": "vit",
     "vitb16-imagenet-block32": "vit",

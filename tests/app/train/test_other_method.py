@@ -59,12 +59,18 @@ def test_every_recipe_with_every_method(recipe: str, method: str) -> None:
     model, own = build_model(config, 10, shape), build_method(config)
     if method == "fixed":
         put_zeros(model, config)
+    pattern = read_pattern(config.pattern)
+    if pattern.rows and own.refuses_nm:
+        with pytest.raises(RecipeError, match="does not go with pattern=NM"):
+            build_sparsifier(config, model, cost_of(config, model), STEPS)
+        return
     sparsifier = build_sparsifier(config, model, cost_of(config, model), STEPS)
     if method == plain.method:
         assert asked == plain
         return
     settings = sparsifier.settings
-    assert (settings["method"], settings["budget"]) == (repr(as_method(method)), own.budget)
+    budget = getattr(pattern, "budget", None) or own.budget  # N:M has one only
+    assert (settings["method"], settings["budget"]) == (repr(as_method(method)), budget)
     assert settings["warmup_steps"] == round(own.warmup * STEPS)
     assert settings["freeze_step"] == STEPS - round(own.finetune * STEPS)
     for key in ("sparsity", "pattern", "cost", "value_power", "exclude", "count", "optimizer", "data", "epochs"):

@@ -177,6 +177,8 @@ def test_a_damaged_checkpoint_falls_back(
         ["model=tests.app.train.small_models:dropout"],
         ["method=topkast", "amp=bf16"],
         ["method=imp", "mixup=0.2", "clip=1.0", "micro_batch=64"],
+        ["method=probmask", "micro_batch=64"],
+        ["method=rigl", "method_args.every=3"],
     ],
 )
 def test_other_settings_resume_too(tmp_path: Path, sets: list[str]) -> None:

@@ -20,7 +20,7 @@ from spartan.app.train.config import Config, RecipeError, load_recipe, load_with
 from spartan.app.train.folder import check_resume_settings, choose_folder
 from spartan.app.train.processes import joined
 from spartan.app.train.sweep import Sweep, SweepDisplay, plan
-from spartan.app.trained import load_trained
+from spartan.app.trained import fill_model, load_trained
 
 
 def recipes() -> None:
@@ -184,7 +184,8 @@ def evaluate(
     spartan evaluate model.safetensors --recipe cifar10-wrn22
     """
     config, weights, summary = load_trained(target, recipe, sets or ())
-    scores = loop.evaluate(config, weights)
+    file = target / "model.safetensors" if target.is_dir() else target
+    scores = loop.evaluate(config, lambda model: fill_model(model, config, weights, file))
     # Of the weights that a run counted; without its summary, of the tensors that can be sparse.
     zeros = {name: int((w == 0).sum()) for name, w in weights.items() if w.ndim > 1}
     total, which = sum(weights[name].numel() for name in zeros), "weights in tensors of 2 or more dimensions"

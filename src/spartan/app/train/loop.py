@@ -8,7 +8,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import spartan
 from spartan.app.runs import fixed_settings, read_run
 from spartan.app.terminal import Display
 from spartan.app.train import checkpoint, folder
@@ -26,8 +27,16 @@ from spartan.app.train.metrics import Metrics
 from spartan.app.train.mixing import mix_batch
 from spartan.app.train.parallel import distribute, gathered
 from spartan.app.train.processes import Interrupted, StopAgreement, StopSignals, choose_device, current
-from spartan.app.train.setup import build_cost, build_model, build_optimizer, build_sparsifier, load_start, lr_at
-from spartan.wording import first_line, one_line
+from spartan.app.train.setup import (
+    build_cost,
+    build_model,
+    build_optimizer,
+    build_sparsifier,
+    load_start,
+    lr_at,
+    passes_a_step,
+)
+from spartan.wording import first_line
 
 FLUSH_EVERY = 50  # steps between looks at the device
 MASK_SAMPLE = 1 << 20  # weights whose masks are remembered after every epoch
@@ -47,7 +56,7 @@ class Trainer:
         model = load_start(config, self.build_model()).to(self.device)
         self._check_model(model)
         cost = build_cost(config, model, self.data.example(self.device))
-        self.parallel = distribute(config, model, self.us)
+        self.parallel = distribute(config, model, self.us, self.accumulate * passes_a_step(config))
         self.model = self.parallel.model
         self.sparsifier = build_sparsifier(config, self.model, cost, self.total_steps)
         self.optimizer = build_optimizer(config, self.model)
@@ -156,22 +165,18 @@ class Trainer:
     def _step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
         """One optimizer step over this process's micro-batches; returns their mean loss, still on the device."""
         c, total = self.config, torch.zeros((), device=self.device)
-        for i in range(self.accumulate):
-            x, y = next(batches)
-            if c.mixup or c.cutmix:
-                number = i * self.us.world + self.us.rank  # of the micro-batch, among those of all processes
-                rng = torch.Generator().manual_seed(hash((c.seed, self.step, number)) % (1 << 63))
-                x, y = mix_batch(x, y, self.data.classes, c.mixup, c.cutmix, rng)
-            if c.channels_last:
-                x = x.contiguous(memory_format=torch.channels_last)
-            with self.parallel.gradient_sync(last=i == self.accumulate - 1):
-                with self._autocast():
-                    logits = self.parallel.forward(x)
-                    if self.data.task == "text":  # every position counts
-                        logits, y = logits.flatten(0, -2), y.flatten()
-                    loss = cross_entropy(logits, y, label_smoothing=c.label_smoothing) / self.accumulate
-                self.scaler.scale(loss).backward()
-            total += loss.detach()
+        micro: Iterable[tuple[Tensor, Tensor]] = (self._mixed(i, *next(batches)) for i in range(self.accumulate))
+        for share in spartan.passes(self.sparsifier):
+            micro = micro if share == 1.0 else list(micro)  # each pass is over the same
+            for i, (x, y) in enumerate(micro):
+                with self.parallel.gradient_sync(last=i == self.accumulate - 1):
+                    with self._autocast():
+                        logits = self.parallel.forward(x)
+                        if self.data.task == "text":  # every position counts
+                            logits, y = logits.flatten(0, -2), y.flatten()
+                        loss = cross_entropy(logits, y, label_smoothing=c.label_smoothing) / (self.accumulate / share)
+                    self.scaler.scale(loss).backward()
+                total += loss.detach()
         if c.clip is not None:
             self.scaler.unscale_(self.optimizer)
             self.sparsifier.backward()
@@ -180,6 +185,15 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return total
+
+    def _mixed(self, i: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """A micro-batch as the model takes it: mixed, and in its memory format."""
+        c = self.config
+        if c.mixup or c.cutmix:
+            number = i * self.us.world + self.us.rank  # of the micro-batch, among those of all processes
+            rng = torch.Generator().manual_seed(hash((c.seed, self.step, number)) % (1 << 63))
+            x, y = mix_batch(x, y, self.data.classes, c.mixup, c.cutmix, rng)
+        return x.contiguous(memory_format=torch.channels_last) if c.channels_last else x, y
 
     # ------------------------------------------------------------------ measuring
 
@@ -344,12 +358,9 @@ def resume(out: Path, sets: Sequence[str] = (), *, quiet: bool = False) -> dict[
         return trainer.fit(out, metrics_offset=offset, quiet=quiet)
 
 
-def evaluate(config: Config, weights: Mapping[str, Tensor]) -> dict[str, float]:
-    """Scores of saved weights on a recipe's test images."""
+def evaluate(config: Config, fill: Callable[[nn.Module], None]) -> dict[str, float]:
+    """Scores on a recipe's test images of its model, once `fill` has put the weights into it."""
     trainer = Trainer(config)
     trainer.sparsifier.detach()
-    try:
-        trainer.model.load_state_dict(dict(weights))
-    except RuntimeError as error:
-        raise RecipeError(f"the weights do not fit model {config.model}: {one_line(error)}") from None
+    fill(trainer.model)
     return trainer.evaluate()

@@ -26,10 +26,13 @@ from spartan.problem.patterns import read_pattern
 from spartan.state.riding import taken_out
 
 
-def distribute(config: Config, model: nn.Module, us: Processes) -> "WholeModel":
-    """The model as these processes train it; `parallel` in the recipe says how, where there are several."""
+def distribute(config: Config, model: nn.Module, us: Processes, backwards: int) -> "WholeModel":
+    """The model as these processes train it; `parallel` in the recipe says how, where there are several.
+
+    `backwards` is how many of them a step has.
+    """
     if us.alone:
-        return WholeModel(config, model, us)
+        return WholeModel(config, model, us, backwards)
     device = next(model.parameters()).device
     if config.sync_bn and device.type != "cuda":
         raise RecipeError(
@@ -37,7 +40,7 @@ def distribute(config: Config, model: nn.Module, us: Processes) -> "WholeModel":
         )
     if config.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return (ShardedModel if config.parallel == "fsdp2" else WholeModel)(config, model, us)
+    return (ShardedModel if config.parallel == "fsdp2" else WholeModel)(config, model, us, backwards)
 
 
 class WholeModel:
@@ -46,8 +49,8 @@ class WholeModel:
     Each normalises its own part of a batch, and the first one's running statistics count, unless `sync_bn` is set.
     """
 
-    def __init__(self, config: Config, model: nn.Module, us: Processes) -> None:
-        self.config, self.us = config, us
+    def __init__(self, config: Config, model: nn.Module, us: Processes, backwards: int) -> None:
+        self.config, self.us, self.backwards = config, us, backwards
         self.device = next(model.parameters()).device
         self.compiled = config.compile and self.device.type == "cuda"
         self.model, self.forward = self._prepare(model)
@@ -57,8 +60,10 @@ class WholeModel:
         if self.config.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.us.alone:
-            # Small nets on a fast GPU wait for launches, so steps are replayed as CUDA graphs.
-            return model, torch.compile(model, mode="reduce-overhead") if self.compiled else model
+            # Small nets on a fast GPU wait for launches, so steps are replayed as CUDA graphs. Those keep gradients in
+            # memory that the next backward overwrites (pytorch/pytorch#169545): not where a step has several.
+            mode = "reduce-overhead" if self.backwards == 1 else "default"
+            return model, torch.compile(model, mode=mode) if self.compiled else model
         self._ddp = DistributedDataParallel(model, [self.device] if self.device.type == "cuda" else None)
         # A CUDA graph cannot hold what is sent in between.
         return model, torch.compile(self._ddp) if self.compiled else self._ddp

@@ -14,7 +14,7 @@ from spartan.app.train.config import Config, RecipeError, blaming_the_recipe
 from spartan.methods import Method, as_method
 from spartan.problem.costs import Cost, cost_by_name
 from spartan.problem.patterns import read_pattern
-from spartan.problem.schedules import Schedule
+from spartan.problem.schedules import Moment, Schedule
 from spartan.wording import first_line
 from spartan.zoo import Shape
 
@@ -26,6 +26,11 @@ def build_method(config: Config) -> Method:
     with blaming_the_recipe():
         arguments = {key: _argument(f"method_args.{key}", value) for key, value in config.method_args.items()}
         return as_method(config.method, arguments)
+
+
+def passes_a_step(config: Config) -> int:
+    """How often the method of a recipe has a batch passed through the model, before its masks are fixed."""
+    return build_method(config).passes(Moment(0, 1, 0, 1))
 
 
 def _argument(key: str, value: Any) -> Any:
