@@ -56,7 +56,7 @@ class Sparsifier:
         pattern: the unit that lives or dies together: `Unstructured()` (default), `Block(h, w)`, `Channel()`,
             `NM(n, m)` or `Heads(count)`.
         cost: what a parameter costs: `Params()` (default), `Flops(example_inputs)`, or {glob: cost per parameter}.
-        budget: "global", "uniform", "erk" or {glob: sparsity}; None is the method's own.
+        budget: "global", "balanced", "uniform", "erk" or {glob: sparsity}; None is the method's own.
         include: globs over parameter names; None is the weights of every Linear, Conv*d, transformers' Conv1D,
             MultiheadAttention, LSTM, GRU and RNN, and of experts in one tensor; embeddings only by name.
         exclude: globs of those to leave dense.

@@ -17,6 +17,7 @@ COVERING = [
     (Case("spartan"), "fsdp"),
     (Case("movement", "block", even=True), "fsdp"),
     (Case("set", budget="uniform"), "fsdp"),
+    (Case("topkast", budget="balanced"), "fsdp"),
     (Case("str", "thin"), "fsdp"),
     (Case("spartan"), "ddp"),
     (Case("static"), "ddp"),

@@ -1,8 +1,12 @@
-"""Reads budgets: who competes with whom, and for how much."""
+"""Reads budgets: who competes with whom, for how much, and by what measure."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
+from spartan.distributed import Ranks
 from spartan.problem.targets import Target, first_match, matches, some_names
 from spartan.scalars import as_plain
 
@@ -30,8 +34,9 @@ def divide(budget: Budget, sparsity: float, targets: Sequence[Target], costs: Se
     """Split the targets, whose whole costs are given, into shares with a sparsity each.
 
     Args:
-        budget: "global" (all compete), "uniform" (every target the same sparsity), "erk" (Erdős–Rényi kernel), or
-            {glob: sparsity} for every target whose name matches (the first match counts; the others get `sparsity`).
+        budget: "global" (all compete), "balanced" (all compete, by magnitudes relative to how each layer begins: see
+            `balanced_scales`), "uniform" (every target the same sparsity), "erk" (Erdős–Rényi kernel), or {glob: sparsity}
+            for every target whose name matches (the first match counts; the others get `sparsity`).
         sparsity: fraction of the cost gone at the end.
         targets: the targets.
         costs: the whole cost of each.
@@ -39,14 +44,52 @@ def divide(budget: Budget, sparsity: float, targets: Sequence[Target], costs: Se
     each = range(len(targets))
     if isinstance(budget, Mapping):
         return [Share([i], s) for i, s in enumerate(by_name("budget", budget, sparsity, targets))]
-    if budget == "global":
+    if budget in ("global", "balanced"):
         return [Share(list(each), sparsity)]
     if budget == "uniform":
         return [Share([i], sparsity) for i in each]
     if budget == "erk":
         shapes = [t.axes.shape(t.shape) for t in targets]  # of experts, each is a matrix
         return [Share([i], 1.0 - d) for i, d in enumerate(erk(shapes, costs, 1.0 - sparsity))]
-    raise ValueError(f'budget={budget!r} is unknown; "global", "uniform", "erk" and {{glob: sparsity}} are accepted')
+    raise ValueError(
+        f'budget={budget!r} is unknown; "global", "balanced", "uniform", "erk" and {{glob: sparsity}} are accepted'
+    )
+
+
+@torch.no_grad()
+def balanced_scales(targets: Sequence[Target]) -> list[float]:
+    """What the magnitudes of each target are multiplied by under the budget "balanced".
+
+    1/(r·√n), with r the root mean square of the target's weights that are not zero when the run begins, and n the
+    inputs of an output: as if every layer had begun with weights of size 1/√n, as most initialisations have it. Layers
+    that begin smaller, such as those that GPT-2 scales down because they add to its residual stream, would be empty under
+    one threshold for all.
+
+    The whole keeps its root mean square, so that a sharpness β means what it did, and where r·√n is the same in all
+    layers nothing changes. Rounded to 8 bits: the order in which processes or devices add must not tell.
+    """
+    weights = [target.local.detach() for target in targets]
+    here = torch.tensor(
+        [[float(w.double().square().sum()) for w in weights], [float(w.count_nonzero()) for w in weights]],
+        dtype=torch.float64,
+        device=weights[0].device,
+    )
+    ranks = Ranks.of([target.parameter for target in targets])
+    squares, counts = ranks.sum(ranks.counted(here)).tolist()
+    inputs = [math.prod(target.axes.shape(target.shape)[1:]) for target in targets]
+    there = [i for i, square in enumerate(squares) if square > 0]
+    if not there:
+        return [1.0] * len(targets)
+    whole = math.fsum(squares) / math.fsum(counts[i] / inputs[i] for i in there)
+    found = [math.sqrt(whole * count / (square * n)) if square > 0 else 1.0
+             for square, count, n in zip(squares, counts, inputs, strict=True)]  # fmt: skip
+    return [_rounded(scale) for scale in found]
+
+
+def _rounded(x: float) -> float:
+    """To 8 significant bits."""
+    mantissa, exponent = math.frexp(x)
+    return math.ldexp(round(mantissa * 256.0) / 256.0, exponent)
 
 
 def erk(shapes: Sequence[Sequence[int]], costs: Sequence[float], density: float) -> list[float]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spartan.distributed import Ranks, is_dtensor, local
-from spartan.problem.budgets import Budget, by_name, check_sparsity, divide
+from spartan.problem.budgets import Budget, balanced_scales, by_name, check_sparsity, divide
 from spartan.problem.costs import Cost, as_cost
 from spartan.problem.patterns import Pattern, Place, Unstructured, check_pattern
 from spartan.problem.targets import Globs, Target, find_targets, unwrap
@@ -81,9 +81,7 @@ class Problem:
         # Units on this process; `all_units` counts those of the whole weights.
         self.units = [t.local.numel() // n for t, n in zip(self.targets, self.sizes, strict=True)]
         self.all_units = [t.numel // n for t, n in zip(self.targets, self.sizes, strict=True)]
-        # u = v / c_unit = factor · Σ|θ|
-        each = zip(self.prices, self.sizes, self.scales, strict=True)
-        self.factors = [scale * c ** (self.value_power - 1.0) / n for c, n, scale in each]
+        self.set_scales(self.scales)
         # Ties are cut by position in the weight. On an accelerator single weights stand in the order of memory instead,
         # so that they are read as they lie; where that is row-major, as it mostly is, both are the same.
         self.by_memory = self.pattern.single and all(stands_by_memory(t) for t in self.targets)
@@ -119,6 +117,12 @@ class Problem:
                 self.stretches[-1] = last._replace(here=slice(last.here.start, here.stop))
             else:
                 self.stretches.append(Stretch(here, self.segment_of[i], start, i))
+
+    def set_scales(self, scales: Sequence[float]) -> None:
+        """Multiply the magnitudes of each target by these: u = v / c_unit = factor · Σ|θ|."""
+        self.scales = list(scales)
+        each = zip(self.prices, self.sizes, self.scales, strict=True)
+        self.factors = [scale * c ** (self.value_power - 1.0) / n for c, n, scale in each]
 
     @property
     def slices(self) -> list[slice]:
@@ -289,7 +293,10 @@ def make_problem(
     least = min_density if isinstance(min_density, Mapping) else {"*": min_density}
     floors = by_name("min_density", least, 0.0, targets)
     gone = math.fsum(s.sparsity * s.total for s in segments) / (math.fsum(costs) + untouched)
-    rest = segments, floors, counted, untouched, gone, [scale(target) for target in targets]
+    scales = [scale(target) for target in targets]
+    if budget == "balanced":
+        scales = [x * by for x, by in zip(scales, balanced_scales(targets), strict=True)]
+    rest = segments, floors, counted, untouched, gone, scales
     problem = Problem(targets, pattern, prices, cost.value_power, *rest)
     _check_floors(problem, min_density)
     return problem
@@ -316,7 +323,7 @@ def _check_floors(problem: Problem, asked: float | Mapping[str, float]) -> None:
     if any(problem.floors) and (problem.pattern.rows is not None or alone):
         raise ValueError(
             f"min_density={asked!r} is for layers that share a budget, and here each has its own: it goes with "
-            'budget="global" and patterns whose units all compete'
+            'budget="global" or "balanced" and patterns whose units all compete'
         )
     for segment in segments:
         least = math.fsum(problem.least(i) for i in segment.targets)

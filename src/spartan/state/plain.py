@@ -26,10 +26,13 @@ UNITS, TARGETS = ("per_unit", "learned"), ("per_target", "learned_per_target")
 def pack(settings: Mapping[str, Any], run: Run) -> dict[str, Any]:
     """Everything the future of the run depends on."""
     state: dict[str, Any] = {"format": FORMAT, "settings": dict(settings), "step": run.at.step, "seed": run.at.seed}
-    state |= {"weights": {}, "segments": [], "apart": [], "numbers": {}} | {kind: {} for kind in (*UNITS, *TARGETS)}
+    state |= {"weights": {}, "segments": [], "apart": [], "scales": {}, "numbers": {}} | {
+        kind: {} for kind in (*UNITS, *TARGETS)
+    }
     for part in run.weights.parts:
         problem = part.problem
         state["weights"] |= _weights(part)
+        state["scales"] |= {t.name: scale for t, scale in zip(problem.targets, problem.scales, strict=True)}
         state["apart"] += [problem.targets[i].name for i in problem.apart]
         solution = part.chosen if isinstance(part, FrozenSolver) else part.solution()
         for s, segment in enumerate(problem.segments):
@@ -121,7 +124,7 @@ def restore(state: Mapping[str, Any], run: Run) -> None:
     run.at = replace(run.at, step=int(state["step"]), seed=int(state["seed"]))
     weights = run.weights
     known = [part.state for part in weights.parts]
-    if weights.frozen or _set_apart(state, weights.problems):
+    if any([weights.frozen, _set_scales(state, weights.problems), _set_apart(state, weights.problems)]):
         weights.begin()
     rows = {row["index"]: row for row in state["segments"]}
     kept = []
@@ -142,6 +145,17 @@ def restore(state: Mapping[str, Any], run: Run) -> None:
     run.set_budgets()
     if kept:
         weights.freeze_at(kept)
+
+
+def _set_scales(state: Mapping[str, Any], problems: Sequence[Problem]) -> bool:
+    """Measure magnitudes as they were when the run began, not by the weights that it has come to; whether that differs."""
+    changed = False
+    for problem in problems:
+        scales = [state["scales"][t.name] for t in problem.targets]
+        if scales != problem.scales:
+            problem.set_scales(scales)
+            changed = True
+    return changed
 
 
 def _set_apart(state: Mapping[str, Any], problems: Sequence[Problem]) -> bool:
