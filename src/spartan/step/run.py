@@ -41,6 +41,7 @@ class Run:
         self.problem, self.method, self.at = problem, method, at
         self.weights = Weights(problem, method, kernels)
         self.guard = Guard(self.weights, model)
+        self.begun = method.begun(problem)
         self._clip = None if method.clip is None else JointClip(self.weights, method.clip)
         self.optimizers: list[Optimizer] = []  # those that are attached
         self._ddp = replicas(model)
@@ -157,9 +158,15 @@ class Run:
 
     # ------------------------------------------------------------------ masks and weights
 
+    @property
+    def grown(self) -> float:
+        """How far the sparsity has grown, as a fraction of the final one."""
+        ramp = self.method.ramp.at(self.at.warmed)
+        return self.begun + (1.0 - self.begun) * ramp if self.begun else ramp
+
     def set_budgets(self) -> None:
         """What every segment may cost at this moment."""
-        grown = self.method.ramp.at(self.at.warmed)
+        grown = self.grown
         for solver in self.weights.solving:
             solver.k = solver.problem.budgets(grown)
 
@@ -191,7 +198,7 @@ class Run:
         problem, before, apart = solver.problem, solver.snapshot(), set[int]()
         while True:
             solver.divide(sorted(apart))
-            solver.k = problem.budgets(self.method.ramp.at(self.at.warmed))
+            solver.k = problem.budgets(self.grown)
             self.method.choose(solver, self.at)
             kept = solver.sum_by_target(self.method.keep(solver, self.at))[0].tolist()
             below = problem.below_floor([n * c for n, c in zip(kept, problem.unit_costs, strict=True)])
