@@ -158,15 +158,9 @@ class Run:
 
     # ------------------------------------------------------------------ masks and weights
 
-    @property
-    def grown(self) -> float:
-        """How far the sparsity has grown, as a fraction of the final one."""
-        ramp = self.method.ramp.at(self.at.warmed)
-        return self.begun + (1.0 - self.begun) * ramp if self.begun else ramp
-
     def set_budgets(self) -> None:
         """What every segment may cost at this moment."""
-        grown = self.grown
+        grown = self.method.grown(self.at, self.begun)
         for solver in self.weights.solving:
             solver.k = solver.problem.budgets(grown)
 
@@ -198,7 +192,7 @@ class Run:
         problem, before, apart = solver.problem, solver.snapshot(), set[int]()
         while True:
             solver.divide(sorted(apart))
-            solver.k = problem.budgets(self.grown)
+            solver.k = problem.budgets(self.method.grown(self.at, self.begun))
             self.method.choose(solver, self.at)
             kept = solver.sum_by_target(self.method.keep(solver, self.at))[0].tolist()
             below = problem.below_floor([n * c for n, c in zip(kept, problem.unit_costs, strict=True)])
