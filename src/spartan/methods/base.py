@@ -100,11 +100,6 @@ class Method(ABC):
         """How far the sparsity has grown when the run begins, as a fraction of the final one."""
         return 0.0
 
-    def grown(self, at: Moment, begun: float) -> float:
-        """How far it has grown at this moment, having begun there."""
-        ramp = self.ramp.at(at.warmed)
-        return begun + (1.0 - begun) * ramp if begun else ramp
-
     def scale(self, target: Target) -> float:
         """What the magnitudes of a target are multiplied by where units compete."""
         return 1.0
