@@ -21,7 +21,7 @@ class Mover:
     def __init__(self, model: nn.Module, device: str | torch.device | None) -> None:
         self._model = model
         here = {p.device for p in model.parameters()}
-        self.home = next(iter(here))
+        self.home = next(model.parameters()).device
         self.device = self.home if device is None else _with_its_number(device)
         if device is not None and len(here) > 1:
             places = ", ".join(sorted(map(str, here)))
