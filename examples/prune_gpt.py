@@ -16,6 +16,7 @@ import sysconfig
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,7 +129,7 @@ def main() -> None:
             file = out / f"{name}.safetensors"
             spartan.save(each, file, architecture=ARCHITECTURE)
             sizes[name] = file.stat().st_size
-        again = spartan.load(out / "sparse.safetensors", kernels="dense")
+        again: Any = spartan.load(out / "sparse.safetensors", kernels="dense")
     print(f"{found.density:.2%} of the weights left, {sizes['dense']:,} bytes before, {sizes['sparse']:,} now")
     prompt = torch.tensor([list(b"def read(self, ")])
     written = again.generate(prompt, 60, temperature=0.5, generator=torch.Generator().manual_seed(0))

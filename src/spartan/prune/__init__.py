@@ -105,24 +105,17 @@ def prune(
         frozen_too=True,
     )  # fmt: skip
     check_free(problem.targets)
-    if not by_data:
-        peak = PeakMemory(problem.targets[0].local.device)
-        prune_by_magnitude(problem)
-        done = Calibrated([], [], "")
-        batches = []
-    else:
+    if by_data:
         layouts, batches = check(problem, criterion, budget), read_batches(calibration, criterion)
         mover = Mover(unwrap(model), device)
-        peak = PeakMemory(mover.device)
+        peak = PeakMemory(mover.device) if report else None
         done = prune_with_data(model, layouts, criterion, batches, mover, blocks, undo, progress)
-    if not report:
+    else:
+        batches, peak = [], PeakMemory(problem.targets[0].local.device) if report else None
+        prune_by_magnitude(problem)
+        pairs = zip(problem.targets, zeros_of(problem.targets) if report else [], strict=report)
+        done = Calibrated([PrunedLayer(t.name, t.numel, t.numel - zeros) for t, zeros in pairs], [], "")
+    if peak is None:
         return model
-    layers = done.layers
-    if not by_data:
-        pairs = zip(problem.targets, zeros_of(problem.targets), strict=True)
-        layers = [PrunedLayer(t.name, t.numel, t.numel - zeros) for t, zeros in pairs]
-    seconds, where = time.monotonic() - started, str(peak.device) if peak.device.type == "cuda" else "process"
-    told = PruneReport(
-        criterion, tuple(layers), tuple(done.blocks), done.why_whole, len(batches), seconds, where, peak.bytes()
-    )
-    return model, told
+    how = tuple(done.layers), tuple(done.blocks), done.why_whole, len(batches)
+    return model, PruneReport(criterion, *how, time.monotonic() - started, peak.where, peak.bytes())
