@@ -67,7 +67,7 @@ class Case:
                     module.weight.normal_(0, module.in_features**-0.5)
                     module.bias.normal_(0, 0.1)
         options = {"budget": "uniform", "include": self.include, "exclude": self.exclude or None}
-        spartan.prune(model, self.channels, pattern=Channel(), **options)  # type: ignore[arg-type]
+        spartan.prune(model, self.channels, pattern=Channel(), **options)  # type: ignore[call-overload]
         if self.heads:
             count, share = self.heads
             spartan.prune(model, share, pattern=Heads(count), budget="uniform", include="*.qkv.weight")

@@ -8,7 +8,7 @@ from spartan.methods.dense import Dense
 from spartan.methods.imp import IMP
 from spartan.methods.spartan import Spartan
 from spartan.methods.topkast import TopKAST
-from spartan.ops import hard_topk, soft_topk
+from spartan.ops import distillation_loss, hard_topk, soft_topk
 from spartan.passes import passes
 from spartan.problem.costs.flops import Flops
 from spartan.problem.costs.params import Params
@@ -51,6 +51,7 @@ __all__ = [
     "constant",
     "cosine",
     "cubic",
+    "distillation_loss",
     "explain",
     "export_onnx",
     "flops",

@@ -67,7 +67,7 @@ def sparsity_of(pattern: str) -> float:
 
 def begin(model: M, method: Method, sparsity: float, **asked: Any) -> M:
     """The model as the method takes it: some need zeros to begin with."""
-    return spartan.prune(model, sparsity, **asked) if method.keeps_zeros else model
+    return spartan.prune(model, sparsity, **asked) if method.needs.startswith("a sparse model") else model
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,11 @@ SOURCES: dict[str, Source] = {
         "budget": ("global", f"{FEATHER}: get_global_thresh"),
     },
     "fixed": {"finetune": (1.0, OURS), "warmup": (0.0, OURS)},
+    "gradual": {
+        "ramp": (cubic(0.0, 1.0), "Zhu & Gupta 2018, equation 1: s_t = s_f + (s_i − s_f)(1 − (t − t₀)/nΔt)³"),
+        "warmup": (0.5, OURS),
+        "finetune": (0.3, OURS),
+    },
     "imp": {"ramp": (linear(0.0, 1.0), PAPER), **SPARTAN_PHASES},
     "movement": {
         "score_lr": (1e-2, f"{MOVEMENT}: --mask_scores_learning_rate"),

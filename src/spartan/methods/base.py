@@ -56,7 +56,7 @@ class Method(ABC):
     restarts: ClassVar[bool] = False
     # Whether it draws random numbers, which are others on another kind of device.
     random: ClassVar[bool] = False
-    # Whether the zeros that a model has when the run begins are those that it ends with.
+    # Whether the zeros that a model has when the run begins stay zeros.
     keeps_zeros: ClassVar[bool] = False
     # Whether w = θ always, so that nothing needs to be kept or written.
     identity: ClassVar[bool] = False
@@ -95,6 +95,10 @@ class Method(ABC):
     def forgets(self, at: Moment) -> bool:
         """Whether optimizers lose all their momentum before this moment's step."""
         return False
+
+    def begun(self, problem: Problem) -> float:
+        """How far the sparsity has grown when the run begins, as a fraction of the final one."""
+        return 0.0
 
     def scale(self, target: Target) -> float:
         """What the magnitudes of a target are multiplied by where units compete."""

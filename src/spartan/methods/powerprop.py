@@ -83,6 +83,10 @@ class Powerprop(Method):
         assert isinstance(self.method, Method)
         return self.method
 
+    def begun(self, problem: Problem) -> float:
+        """As the inner method."""
+        return self.inner.begun(problem)
+
     def setup(self, solver: TorchSolver, at: Moment) -> None:
         """θ = sign(w)·|w|^(1/α); what the solver shows the inner method from then on is ψ."""
         solver.rewrite(lambda _, theta: theta.sign() * theta.abs().pow(1.0 / self.alpha))

@@ -26,9 +26,8 @@ UNITS, TARGETS = ("per_unit", "learned"), ("per_target", "learned_per_target")
 def pack(settings: Mapping[str, Any], run: Run) -> dict[str, Any]:
     """Everything the future of the run depends on."""
     state: dict[str, Any] = {"format": FORMAT, "settings": dict(settings), "step": run.at.step, "seed": run.at.seed}
-    state |= {"weights": {}, "segments": [], "apart": [], "scales": {}, "numbers": {}} | {
-        kind: {} for kind in (*UNITS, *TARGETS)
-    }
+    state |= {"begun": run.begun, "weights": {}, "segments": [], "apart": [], "scales": {}, "numbers": {}}
+    state |= {kind: {} for kind in (*UNITS, *TARGETS)}
     for part in run.weights.parts:
         problem = part.problem
         state["weights"] |= _weights(part)
@@ -122,6 +121,7 @@ def check(state: Mapping[str, Any], settings: Mapping[str, Any], run: Run) -> No
 def restore(state: Mapping[str, Any], run: Run) -> None:
     """Go on from a checked state."""
     run.at = replace(run.at, step=int(state["step"]), seed=int(state["seed"]))
+    run.begun = float(state["begun"])
     weights = run.weights
     known = [part.state for part in weights.parts]
     if any([weights.frozen, _set_scales(state, weights.problems), _set_apart(state, weights.problems)]):

@@ -41,6 +41,7 @@ class Run:
         self.problem, self.method, self.at = problem, method, at
         self.weights = Weights(problem, method, kernels)
         self.guard = Guard(self.weights, model)
+        self.begun = method.begun(problem)
         self._clip = None if method.clip is None else JointClip(self.weights, method.clip)
         self.optimizers: list[Optimizer] = []  # those that are attached
         self._ddp = replicas(model)
@@ -159,9 +160,8 @@ class Run:
 
     def set_budgets(self) -> None:
         """What every segment may cost at this moment."""
-        grown = self.method.ramp.at(self.at.warmed)
         for solver in self.weights.solving:
-            solver.k = solver.problem.budgets(grown)
+            solver.k = solver.problem.budgets(grown(self))
 
     def solve(self) -> None:
         """New masks for θ at this moment; from the first step of finetuning on they are fixed."""
@@ -191,7 +191,7 @@ class Run:
         problem, before, apart = solver.problem, solver.snapshot(), set[int]()
         while True:
             solver.divide(sorted(apart))
-            solver.k = problem.budgets(self.method.ramp.at(self.at.warmed))
+            solver.k = problem.budgets(grown(self))
             self.method.choose(solver, self.at)
             kept = solver.sum_by_target(self.method.keep(solver, self.at))[0].tolist()
             below = problem.below_floor([n * c for n, c in zip(kept, problem.unit_costs, strict=True)])
@@ -350,3 +350,9 @@ def replace_gradients(problem: Problem, old: Sequence[Tensor | None], new: Seque
         elif after is not before and after is not target.local_grad:
             changed.append((before, after))
     copy_all([a for a, _ in changed], [b for _, b in changed])
+
+
+def grown(run: Run) -> float:
+    """How far the sparsity has grown now, as a fraction of the final one, from where the run began."""
+    ramp = run.method.ramp.at(run.at.warmed)
+    return run.begun + (1.0 - run.begun) * ramp if run.begun else ramp

@@ -20,6 +20,7 @@ from spartan.zoo import digits_cnn
 
 NAMES = [
     "bytes-gpt",
+    "bytes-gpt-finetune",
     "cifar10-resnet18",
     "cifar10-vit",
     "cifar10-wrn22",

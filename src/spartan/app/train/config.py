@@ -85,6 +85,17 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class DistillConfig:
+    """Learning from the scores of another model beside the labels."""
+
+    # the part of the loss that is the distance to its scores
+    weight: float = 0.5
+    temperature: float = 2.0
+    # a file with its weights; null: that of start
+    teacher: str | None = None
+
+
+@dataclass(frozen=True)
 class Config:
     """One training run, complete. `spartan train RECIPE --show` prints it."""
 
@@ -119,6 +130,8 @@ class Config:
     model_args: dict[str, Any] = field(default_factory=dict)
     # a file whose weights the run begins with: a packed one, or torch's .pt of a state dict; null: untrained
     start: str | None = None
+    # learning from a dense model beside the labels: {weight: 0.5, temperature: 2, teacher: FILE}; null: labels alone
+    distill: DistillConfig | None = None
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     # images per optimizer step, over all devices
@@ -181,6 +194,11 @@ def _check_ranges(c: Config) -> None:
         raise RecipeError(f"label_smoothing: {c.label_smoothing} must be below 1")
     if c.clip is not None and not c.clip > 0:
         raise RecipeError(f"clip: {c.clip} is no gradient norm; it must be positive, or null for none")
+    if (d := c.distill) is not None:
+        if not 0 < d.weight <= 1 or not d.temperature > 0:
+            raise RecipeError(f"distill: weight {d.weight} must lie in (0, 1], temperature {d.temperature} above 0")
+        if d.teacher is None and c.start is None:
+            raise RecipeError("distill: there is no model to learn from; name its file in distill.teacher or start")
     if c.checkpoint_async and c.parallel != "fsdp2":
         raise RecipeError(f"checkpoint_async: it needs parallel: fsdp2, not {c.parallel}; set it to false")
     if c.micro_batch is not None and (c.micro_batch < 1 or c.batch_size % c.micro_batch):

@@ -23,6 +23,7 @@ from spartan.app.terminal import Display
 from spartan.app.train import checkpoint, folder
 from spartan.app.train.config import Config, RecipeError, load_recipe
 from spartan.app.train.data import Data, build_data, seed_of
+from spartan.app.train.distill import Teacher
 from spartan.app.train.metrics import Metrics
 from spartan.app.train.mixing import mix_batch
 from spartan.app.train.parallel import distribute, gathered
@@ -53,6 +54,7 @@ class Trainer:
         self.accumulate = config.batch_size // (self.data.micro * self.us.world)
         self.steps_per_epoch = self.data.train_size // config.batch_size
         self.total_steps = config.epochs * self.steps_per_epoch
+        self.teacher = Teacher(config, self.build_model(), self.device) if config.distill else None
         model = load_start(config, self.build_model()).to(self.device)
         self._check_model(model)
         cost = build_cost(config, model, self.data.example(self.device))
@@ -174,7 +176,9 @@ class Trainer:
                         logits = self.parallel.forward(x)
                         if self.data.task == "text":  # every position counts
                             logits, y = logits.flatten(0, -2), y.flatten()
-                        loss = cross_entropy(logits, y, label_smoothing=c.label_smoothing) / (self.accumulate / share)
+                        loss = cross_entropy(logits, y, label_smoothing=c.label_smoothing)
+                        loss = loss if self.teacher is None else self.teacher.blend(loss, logits, x)
+                        loss = loss / (self.accumulate / share)
                     self.scaler.scale(loss).backward()
                 total += loss.detach()
         if c.clip is not None:

@@ -56,19 +56,20 @@ def build_model(config: Config, classes: int, shape: Shape) -> nn.Module:
 
 def load_start(config: Config, model: nn.Module) -> nn.Module:
     """The model with the weights that the recipe begins with, if it names any; method fixed keeps their zeros."""
-    if config.start is None:
-        return model
-    with blaming_the_recipe("start"):
-        if not Path(config.start).is_file():
-            raise RecipeError(f"start: there is no file {config.start}")
-        if Path(config.start).suffix not in (".pt", ".pth"):
-            return load(config.start, model, kernels="dense")
+    return model if config.start is None else load_weights("start", config.start, config, model)
+
+
+def load_weights(key: str, file: str, config: Config, model: nn.Module) -> nn.Module:
+    """The model with the weights of a file that the recipe names under that key."""
+    with blaming_the_recipe(key):
+        if not Path(file).is_file():
+            raise RecipeError(f"{key}: there is no file {file}")
+        if Path(file).suffix not in (".pt", ".pth"):
+            return load(file, model, kernels="dense")
         try:
-            model.load_state_dict(torch.load(config.start, map_location="cpu", weights_only=True))
+            model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         except (RuntimeError, pickle.UnpicklingError, TypeError, AttributeError) as error:
-            raise RecipeError(
-                f"start: {config.start} has no state dict of {config.model}: {first_line(error)}"
-            ) from None
+            raise RecipeError(f"{key}: {file} has no state dict of {config.model}: {first_line(error)}") from None
         return model
 
 
