@@ -136,20 +136,25 @@ def show(exhibit: Exhibit, results: Results) -> Shown:
     return replace(shown, claims=[replace(claim, verdict="not testable at this scale") for claim in shown.claims])
 
 
+def file_stem(exhibit: Exhibit, scale: Scale) -> str:
+    """What an exhibit's files are called, without what follows the dot."""
+    return f"{exhibit.name}-{scale}" if exhibit.kind == "trained" else exhibit.name
+
+
 def make(exhibit: Exhibit, results: Results, out: Path | None) -> Made:
     """Show an exhibit and, with a folder to put them in, write its files."""
     missing = results.missing(wanted([exhibit], results.scale))
     shown, files = show(exhibit, results), []
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        stem = exhibit.name if exhibit.kind == "exact" else f"{exhibit.name}-{results.scale}"
+        stem = file_stem(exhibit, results.scale)
+        if shown.draw is not None:  # first: it may lack matplotlib
+            files += write_figure(shown.draw, out / stem)
         for number, table in enumerate(shown.tables, 1):
             part = stem if len(shown.tables) == 1 else f"{stem}-{number}"
             for suffix, text in ((".md", table.markdown()), (".csv", table.csv())):
                 files.append(out / f"{part}{suffix}")
                 files[-1].write_text(text, "utf-8")
-        if shown.draw is not None:
-            files += write_figure(shown.draw, out / stem)
     return Made(shown, files, missing)
 
 

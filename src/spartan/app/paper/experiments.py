@@ -98,8 +98,8 @@ def topkast(scale: Scale, sparsity: float, *more: str) -> Experiment:
 # Structures of the ViT table: single weights, then blocks by their side.
 BLOCKS: dict[Scale, tuple[int, ...]] = {"tiny": (1, 8, 16, 32), "small": (1, 8, 16, 32), "full": (1, 16, 32)}
 _TINY_VIT = (
-    *("model=vit-2-64-2", "count=model", "exclude=[patches.*, head.*]", "epochs=20", "optimizer.name=adamw"),
-    *("optimizer.lr=0.002", "optimizer.weight_decay=0.05", "optimizer.warmup_epochs=2"),
+    *("model=vit-2-64-2", "count=model", "exclude=[patches.*, head.*]", "epochs=10", "optimizer.name=adamw"),
+    *("optimizer.lr=0.004", "optimizer.weight_decay=0.05", "optimizer.warmup_epochs=1"),
 )
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import get_args
 
-from spartan.app.paper.exhibit import Exhibit, Made, Verdict, exhibits, make, missing_line, wanted
+from spartan.app.paper.exhibit import Exhibit, Made, Verdict, exhibits, file_stem, make, missing_line, wanted
 from spartan.app.paper.experiments import ABOUT, SIDE_BY_SIDE, estimate
 from spartan.app.paper.figures import write_figure
 from spartan.app.paper.judging import RULE
@@ -25,16 +25,11 @@ def write_page(path: Path, results: Results) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for exhibit, one in made.items():
         if one.shown.draw is not None:
-            for file in write_figure(one.shown.draw, folder / stem(exhibit, results)):
+            for file in write_figure(one.shown.draw, folder / file_stem(exhibit, results.scale)):
                 if file.suffix == ".svg":
                     file.unlink()  # the page shows PNGs; the command writes both
     path.write_text(page(made, results, folder.name), "utf-8")
     return path
-
-
-def stem(exhibit: Exhibit, results: Results) -> str:
-    """What an exhibit's figure is called."""
-    return exhibit.name if exhibit.kind != "trained" else f"{exhibit.name}-{results.scale}"
 
 
 def page(made: dict[Exhibit, Made], results: Results, folder: str) -> str:
@@ -112,7 +107,7 @@ def _section(exhibit: Exhibit, one: Made, results: Results, folder: str) -> str:
     lines = [f"### {exhibit.name}\n", f"{exhibit.where}: {exhibit.title}. `spartan paper {exhibit.name}{scale}`\n"]
     lines.append(f"{_sentence(one.shown.line)}\n")
     if one.shown.draw is not None:
-        lines.append(_FIGURE.format(folder=folder, stem=stem(exhibit, results), title=exhibit.title))
+        lines.append(_FIGURE.format(folder=folder, stem=file_stem(exhibit, results.scale), title=exhibit.title))
     lines += [table.markdown() for table in one.shown.tables]
     lines += [f"- {note}" for note in one.shown.notes]
     if missing := missing_line(exhibit, one, results.scale):

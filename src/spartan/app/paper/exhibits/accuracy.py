@@ -139,9 +139,10 @@ def draw(results: Results) -> Any:
     left, right = figure.subplots(1, 2)
     sparsities = SPARSITIES[scale]
     for number, row in enumerate(ROWS):
-        style: dict[str, Any] = {"marker": MARKERS[number % len(MARKERS)], "color": f"C{number % 7}"}
-        style["linestyle"] = "-" if number < 7 else "--"
-        style["linewidth"] = 2.4 if row == "Spartan" else 1.1
+        # Spartan first and thick, then Top-KAST; what is derived from it is dashed.
+        colour, derived = (len(ROWS) - 1 - number) % 7, " with " in row
+        style: dict[str, Any] = {"marker": MARKERS[number % len(MARKERS)], "color": f"C{colour}"}
+        style |= {"linestyle": "--" if derived else "-", "linewidth": 2.4 if row == "Spartan" else 1.1}
         ours = [(s, results.score(experiment(scale, row, s))) for s in sparsities] if row in rows_of(scale) else []
         points = [(1 - s, score) for s, score in ours if score is not None]
         if points:
@@ -156,9 +157,9 @@ def draw(results: Results) -> Any:
     for axes, level in ((left, None if dense is None else dense.mean), (right, None if top is None else top.value)):
         if level is not None:
             axes.axhline(level, linestyle=":", color=ink(), label="dense")
-    names = {"tiny": "digits", "small": "WRN-22-2, CIFAR-10, 40 epochs", "full": "ResNet-50, ImageNet-1K, 100 epochs"}
+    names = {"tiny": "digits", "small": "WRN-22-2, CIFAR-10", "full": "ResNet-50, ImageNet-1K"}
     left.set(title=f"Here: {names[scale]}")
-    right.set(title="The paper: ResNet-50, ImageNet-1K, 100 epochs")
+    right.set(title="The paper: ResNet-50, ImageNet-1K")
     for axes, ticks in ((left, sparsities), (right, SPARSITIES["full"])):
         axes.set(xscale="log", xlabel="sparsity", ylabel="top-1 accuracy (%)")
         axes.set_xticks([1 - s for s in ticks], [f"{100 * s:g}%" for s in ticks])

@@ -102,7 +102,8 @@ def _draw(results: Results) -> Any:
         right.plot([x for x, _ in also], [y for _, y in also], marker=marker, color=f"C{number}")
     for axes, title in ((left, "Here"), (right, "The paper (98% here is 97.5% there)")):
         axes.set(title=title, xlabel="epochs", ylabel="top-1 accuracy (%)", xscale="log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("{x:g}")
+        ticks = [one.config().epochs for one in rows_of(results.scale)["dense"]] if axes is left else [100, 200, 400]
+        axes.set_xticks(ticks, list(map(str, ticks)))
+        axes.minorticks_off()
     figure.legend(loc="outside lower center", ncols=5, frameon=False)
     return figure

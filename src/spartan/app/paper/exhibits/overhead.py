@@ -139,8 +139,10 @@ def draw(found: dict[str, dict[float, float]]) -> Any:
         left.plot([b for b, _ in points], [p for _, p in points], marker=MARKERS[number], label=way)
         right.plot(BETAS, [iterations(beta)[way] for beta in BETAS], marker=MARKERS[number], label=way)
     left.set(xscale="log", yscale="log", xlabel="β", ylabel="step time over dense (%)", title="ResNet-50 step, H200")
-    left.yaxis.set_major_formatter("{x:g}")
-    right.set(xscale="log", yscale="log", xlabel="β", ylabel="passes over the weights", title="Passes for one mask")
-    right.yaxis.set_major_formatter("{x:g}")
+    left.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
+    right.set(xscale="log", ylim=(0, None), xlabel="β", ylabel="passes over the weights", title="Passes for one mask")
+    for axes in (left, right):
+        axes.set_xticks([1, 10, 100], ["1", "10", "100"])
+        axes.minorticks_off()
     right.legend(frameon=False)
     return figure
