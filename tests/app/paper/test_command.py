@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from spartan.app.cli import app
 from spartan.app.paper import results as stored
+from spartan.app.paper import training
 from spartan.app.paper.exhibit import exhibits, make
 from spartan.app.paper.experiments import SCALES, Scale
 from spartan.app.paper.figures import Theme, themed
@@ -104,8 +105,8 @@ def test_a_rerun_trains_what_is_missing_and_only_that(tmp_path: Path, monkeypatc
     before = known[record["run"]]
     for key in ("fingerprint", "nonzero", "parameters", "achieved_sparsity", "flops_dense", "epochs"):
         assert record[key] == before[key], key
-    assert record["top1"] > 0.3
-    assert len(record["with_last"]) == len(record["top1_by_epoch"]) == 20
+    assert record["top1"] > 0.15
+    assert len(record["with_last"]) == len(record["top1_by_epoch"]) == 10
     assert record["with_last"][-1] == 1.0
     (first, *_) = record["maps"].values()
     assert torch.tensor(first).shape == (3 * 64 // 8, 64 // 8)
@@ -113,6 +114,13 @@ def test_a_rerun_trains_what_is_missing_and_only_that(tmp_path: Path, monkeypatc
     again = invoke("maps", "--scale", "tiny", "--rerun", "--out", tmp_path)
     assert again.exit_code == 0
     assert "nothing to train: every run has its result" in again.stdout
+    # A run whose result was lost is not trained again; with --keep its result goes where the package has them.
+    (tmp_path / "results" / "tiny.jsonl").unlink()
+    monkeypatch.setattr(training, "packaged", lambda scale: tmp_path / "none.jsonl")
+    kept = invoke("maps", "--scale", "tiny", "--rerun", "--keep", "--out", tmp_path)
+    assert kept.exit_code == 0, kept.output
+    assert "[1/1] skipped" in kept.stdout
+    assert json.loads((tmp_path / "none.jsonl").read_text(encoding="utf-8")) == record
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from spartan.app.paper import exhibits as folder
 from spartan.app.paper.exhibit import exhibits, wanted
-from spartan.app.paper.experiments import SCALES, SIDE_BY_SIDE, Experiment, Scale, net, seconds
+from spartan.app.paper.experiments import SCALES, SIDE_BY_SIDE, Experiment, Scale, flop_budget, net, seconds, vit
 from spartan.app.paper.judging import difference, verdict
 from spartan.app.paper.published import printed
 from spartan.app.paper.results import Results, fingerprint, packaged, similarity
+from spartan.app.paper.training import data_sets
 from spartan.app.train.config import load_recipe
+from spartan.app.train.loop import Trainer
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "cifar10.csv"
 ALL = list(exhibits())
@@ -140,6 +143,31 @@ def test_scores_are_over_seeds(tmp_path: Path) -> None:
     assert score is not None
     assert (score.mean, score.count) == (pytest.approx(85.0), 2)
     assert score.std == pytest.approx(50**0.5)
+
+
+def test_data_is_found_by_name(tmp_path: Path) -> None:
+    small, full = net("small", "imp", 0.9), vit("full", "spartan", 16)
+    assert data_sets(small, None) == data_sets(net("tiny", "imp", 0.9), tmp_path) == ()
+    assert data_sets(small, tmp_path) == (f"data.path={tmp_path}",)  # torchvision's root
+    (tmp_path / "cifar10.npz").touch()
+    assert data_sets(small, tmp_path) == (f"data.path={tmp_path / 'cifar10.npz'}",)
+    assert data_sets(flop_budget("small", 0.5), tmp_path) == (f"data.path={tmp_path}",)
+    assert data_sets(full, tmp_path) == (f"data.path={tmp_path / 'imagenet'}",)
+
+
+@pytest.mark.slow
+def test_every_run_of_the_small_list_can_be_built_and_takes_a_step(tmp_path: Path) -> None:
+    """On 256 random images in the place of CIFAR; what a recipe refuses would show here, and not on a GPU."""
+    rng = np.random.default_rng(0)
+    for name, classes in (("cifar10", 10), ("cifar100", 100)):
+        x, y = rng.integers(0, 256, (256, 32, 32, 3), dtype=np.uint8), np.arange(256) % classes
+        np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y, x_test=x[:8], y_test=y[:8])
+    for one in (one for one in wanted(ALL, "small") if one.seed == 0):
+        here = ("device=cpu", "amp=none", "batch_size=32", *data_sets(one, tmp_path))
+        trainer = Trainer(load_recipe(one.recipe, (*one.all_sets, *here)))
+        loss = trainer._step(trainer.data.train(0))
+        assert loss.isfinite(), one.name
+        trainer.sparsifier.detach()
 
 
 def test_similarity_of_queries_and_keys() -> None:

@@ -144,5 +144,5 @@ def estimate(scale: Scale, experiments: Sequence[Experiment]) -> str:
         return f"{count} on ImageNet-1K, each hours to days of one GPU"
     alone = seconds(experiments) / 60
     if scale == "tiny":
-        return f"{count}, about {max(1, round(alone))} min on a CPU"
-    return f"{count}, about {max(1, round(alone / SIDE_BY_SIDE))} min of one H200 with --jobs 6 (estimated)"
+        return f"{count}, by estimate {max(1, round(alone))} min on a CPU"
+    return f"{count}, by estimate {max(1, round(alone / SIDE_BY_SIDE))} min of one H200 with --jobs 6"

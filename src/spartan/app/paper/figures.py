@@ -43,7 +43,14 @@ def themed(theme: Theme) -> Iterator[None]:
     colours = {"figure.facecolor": background, "axes.facecolor": background, "savefig.facecolor": background}
     colours |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink)
     colours |= {"grid.color": grid, "legend.facecolor": background, "legend.edgecolor": grid}
-    plain = {"font.size": 9, "axes.titlesize": 10, "legend.fontsize": 8, "axes.grid": True, "grid.linewidth": 0.6}
+    plain = {
+        "font.size": 9,
+        "axes.titlesize": 10,
+        "legend.fontsize": 8,
+        "axes.grid": True,
+        "grid.linewidth": 0.6,
+        "axes.axisbelow": True,
+    }
     plain |= {"axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 1.6, "lines.markersize": 4.5}
     # The same bytes every time: no random ids.
     with mpl.rc_context(

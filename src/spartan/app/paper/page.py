@@ -75,6 +75,9 @@ def _claims(made: dict[Exhibit, Made]) -> str:
     for exhibit, claim in found:
         cells = (claim.text, claim.where, f"**{claim.verdict}**", claim.figures, f"[{exhibit.name}](#{exhibit.name})")
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines.append("\n### What does not agree, and why\n")
+    against = [claim for _, claim in found if claim.verdict == "not confirmed"]
+    lines += [f"- {claim.text} ({claim.where}). Here: {claim.figures}." for claim in against] or ["Nothing so far."]
     return "\n".join(lines) + "\n"
 
 
@@ -86,6 +89,8 @@ def _trained(results: Results) -> str:
         f"Scale {results.scale}: {ABOUT[results.scale]}. {len(runs) - len(missing)} of {len(runs)} runs have "
         "stored results."
     ]
+    if any(results.get(one) is not None for one in missing):
+        lines[-1] += " Some others have a stored accuracy, but not the masks, layers or FLOPs that an exhibit shows."
     if missing:
         lines.append(
             f"The others are made by `spartan paper all --scale {results.scale} --rerun --jobs 6 --data DIR`: "

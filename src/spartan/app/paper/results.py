@@ -18,7 +18,7 @@ import torch
 
 from spartan.app.paper.experiments import Experiment, Scale
 from spartan.app.report.charts import kept_bits, mask_correlations
-from spartan.app.runs import RunFolder, settings
+from spartan.app.runs import RunFolder, number, settings
 from spartan.app.train.config import Config
 from spartan.disk import replace_file
 from spartan.files import read
@@ -121,12 +121,12 @@ def _read(path: Path) -> dict[str, Record]:
     if not path.is_file():
         return {}
     records: dict[str, Record] = {}
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    for at, line in enumerate(path.read_text("utf-8").splitlines(), 1):
         try:
             record = json.loads(line)
             records[record["run"]] = {"fingerprint": "", **record}
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path}, line {number} is no result of a run; remove the line, and --rerun") from None
+            raise ValueError(f"{path}, line {at} is no result of a run; remove the line, and --rerun") from None
     return records
 
 
@@ -174,11 +174,11 @@ def input_projections(run: RunFolder) -> dict[str, list[list[float]]]:
     return found
 
 
-def similarity(map_: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Pearson correlations of the block magnitudes of queries, keys and values with one another."""
+def similarity(map_: Sequence[Sequence[float]]) -> dict[str, float | None]:
+    """Pearson correlations of the block magnitudes of queries, keys and values with one another; None where one is flat."""
     q, k, v = (part.flatten() for part in torch.tensor(map_, dtype=torch.float64).chunk(3, 0))
     pairs = {"queries, keys": (q, k), "queries, values": (q, v), "keys, values": (k, v)}
-    return {name: float(torch.corrcoef(torch.stack(pair))[0, 1]) for name, pair in pairs.items()}
+    return {name: number(float(torch.corrcoef(torch.stack(pair))[0, 1])) for name, pair in pairs.items()}
 
 
 def provenance(records: Sequence[Mapping[str, Any]]) -> str:

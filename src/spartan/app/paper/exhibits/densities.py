@@ -82,7 +82,7 @@ class Densities(Exhibit):
 
 def draw() -> Any:
     """A panel for each β, darker where denser."""
-    figure = new_figure(2.0)
+    figure = new_figure(2.2)
     panels = figure.subplots(1, len(BETAS), sharey=True)
     # The colour of text over the page, so that dense is dark on light pages and bright on dark ones.
     from matplotlib.colors import LinearSegmentedColormap, to_rgb  # type: ignore[import-not-found,unused-ignore]
@@ -104,4 +104,5 @@ def draw() -> Any:
         axes.set(title=f"β = {beta:g}", xlabel="first entry", xticks=[-2, 0, 2], yticks=[-2, 0, 2])
         axes.grid(False)
     panels[0].set_ylabel("second entry")
+    figure.supxlabel("shade: square root of the density, full at 1 per unit of area", fontsize=8)
     return figure

@@ -31,7 +31,7 @@ SHARED = [
     Line("β annealing: starts from", "1", lambda c: c.method_args["beta"][0], 1),
 ]
 RESNET = [
-    Line("optimizer", "Nesterov, momentum 0.9", lambda c: _sgd(c), ("sgd", True, 0.9)),
+    Line("optimizer", "Nesterov, momentum 0.9", lambda c: _sgd(c), "sgd, Nesterov, momentum 0.9"),
     Line("max. learning rate", "1.0", lambda c: c.optimizer.lr, 1.0),
     Line("min. learning rate", "0.001", lambda c: c.optimizer.final_lr, 0.001),
     Line("learning rate warmup epochs", "5", lambda c: c.optimizer.warmup_epochs, 5.0),
@@ -67,8 +67,9 @@ def _shown(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _sgd(config: Config) -> tuple[str, bool, float]:
-    return config.optimizer.name, config.optimizer.nesterov, config.optimizer.momentum
+def _sgd(config: Config) -> str:
+    o = config.optimizer
+    return f"{o.name}, {'Nesterov' if o.nesterov else 'plain'}, momentum {o.momentum:g}"
 
 
 def _adamw(config: Config) -> tuple[str, tuple[float, float], float]:

@@ -35,15 +35,16 @@ class Maps(Exhibit):
         maps = (record or {}).get("maps", {})
         found = {name: similarity(map_) for name, map_ in maps.items()}
         pairs = ("queries, keys", "queries, values", "keys, values")
-        cells = [[name, *(f"{alike[pair]:.3f}" for pair in pairs)] for name, alike in found.items()]
+        cells = [[name, *(_text(alike[pair]) for pair in pairs)] for name, alike in found.items()]
         table = Table(
             f"Pearson correlation of the mean magnitudes of {side}×{side} blocks",
             ["layer", *pairs],
             cells or [[NONE] * 4],
         )
-        means = {pair: statistics.fmean(alike[pair] for alike in found.values()) for pair in pairs} if found else {}
+        values = {pair: [x for alike in found.values() if (x := alike[pair]) is not None] for pair in pairs}
+        means = {pair: statistics.fmean(known) for pair, known in values.items() if known}
         known = listed(f"{pair} {mean:.3f}" for pair, mean in means.items())
-        alike = None if not means else means[pairs[0]] > 0.2 + max(means[pair] for pair in pairs[1:])
+        alike = None if len(means) < 3 else means[pairs[0]] > 0.2 + max(means[pair] for pair in pairs[1:])
         claim = Claim(
             "Queries and keys have similar sparsity patterns",
             "Appendix H",
@@ -57,11 +58,15 @@ class Maps(Exhibit):
         return Shown(line, [table], (lambda: _draw(maps)) if maps else None, [claim], notes)
 
 
+def _text(value: float | None) -> str:
+    return NONE if value is None else f"{value:.3f}"
+
+
 def _draw(maps: dict[str, list[list[float]]]) -> Any:
     """A panel a layer: the queries', keys' and values' matrices side by side, as the paper has them."""
     columns = min(3, len(maps))
     lines = -(-len(maps) // columns)
-    figure = new_figure(0.5 + 1.35 * lines)
+    figure = new_figure(0.7 + 1.35 * lines)
     panels = figure.subplots(lines, columns, squeeze=False).flat
     from matplotlib.colors import LinearSegmentedColormap, to_rgb  # type: ignore[import-not-found,unused-ignore]
 
@@ -75,8 +80,9 @@ def _draw(maps: dict[str, list[list[float]]]) -> Any:
         for edge in (third, 2 * third):
             axes.axvline(edge - 0.5, color="C1", linewidth=1)
         axes.set_xticks([third * (i + 0.5) - 0.5 for i in range(3)], ["queries", "keys", "values"])
-        axes.set(yticks=[], title=f"block {number}", ylabel="inputs")
+        axes.set(yticks=[], title=f"block {number}", xlabel="outputs", ylabel="inputs")
         axes.grid(False)
     for axes in panels:
         axes.set_visible(False)
+    figure.supxlabel("shade: mean |w| of a block, of the largest in its layer", fontsize=8)
     return figure

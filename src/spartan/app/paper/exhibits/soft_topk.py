@@ -7,7 +7,7 @@ from torch import Tensor
 
 from spartan import hard_topk, soft_topk
 from spartan.app.paper.exhibit import Claim, Exhibit, Shown, register
-from spartan.app.paper.figures import COLOURS, ink, new_figure
+from spartan.app.paper.figures import ink, new_figure
 from spartan.app.paper.results import Results
 from spartan.app.paper.tables import Table
 
@@ -105,8 +105,7 @@ def draw() -> Any:
     left.set(xlabel="weight θ", ylabel="mask m", title="(a) soft top-k mask")
     middle.set(xlabel="weight θ", ylabel="θ · m", title="(b) soft-masked weight")
     middle.legend(loc="upper left", frameon=False, labelspacing=0.2)
-    colours = (COLOURS["light"][1], COLOURS["light"][0])
-    for (name, (a, b)), colour in zip(STEPS.items(), colours, strict=True):
+    for (name, (a, b)), colour in zip(STEPS.items(), ("C1", "C0"), strict=True):
         pa, pb = (projected(point).tolist() for point in (a, b))
         right.annotate("", b, a, arrowprops={"arrowstyle": "->", "color": colour, "lw": 1.8})
         right.plot([], [], color=colour, label=name)

@@ -46,17 +46,17 @@ class SparseFlops(Exhibit):
         for s in SPARSITIES[scale]:
             header += [f"{100 * s:g}%", "paper" if s != 0.98 else "paper, 97.5%"]
         first = Table("FLOPs left, % of the dense classifier; the paper's are ResNet-50, 100 epochs", header, cells)
-        rows = []
+        rows, epochs = [], 300 if scale == "full" else 100
         for method in METHODS:
             rows.append([method])
             for side in BLOCKS[scale]:
                 name = "Unstructured" if side == 1 else f"{side}×{side}"
                 rows[-1] += [text_of(results.score(vit(scale, METHODS[method], side), "flops"))]
-                rows[-1] += [text_of(printed("Table 7", method, 100, name))]
+                rows[-1] += [text_of(printed("Table 7", method, epochs, name))]
         heads = ["method"]
         for side in BLOCKS[scale]:
             heads += ["single weights" if side == 1 else f"{side}×{side}", "paper"]
-        second = Table("FLOPs left at 90%, % of the dense ViT; the paper's are ViT-B/16, 100 epochs", heads, rows)
+        second = Table(f"FLOPs left at 90%, % of the dense ViT; the paper's are ViT-B/16, {epochs} epochs", heads, rows)
         words = []
         for s in SPARSITIES[scale]:
             ours, theirs = costs["Spartan", s], costs["Top-KAST", s]
