@@ -79,6 +79,7 @@ def _spartan(
     What there is:
       spartan recipes
       spartan methods
+      spartan paper list
     """
 
 

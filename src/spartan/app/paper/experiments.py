@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args
 
 from spartan.app.train.config import Config, load_recipe
@@ -74,11 +75,17 @@ class Experiment:
 
     def config(self) -> Config:
         """The recipe with the settings."""
-        return load_recipe(self.recipe, self.all_sets)
+        return _config(self.recipe, self.all_sets)
 
     def at_seeds(self, count: int) -> "list[Experiment]":
         """The same with the seeds 0 to count − 1."""
         return [Experiment(self.recipe, self.sets, seed) for seed in range(count)]
+
+
+@cache
+def _config(recipe: str, sets: tuple[str, ...]) -> Config:
+    """Read once: results are looked up by it again and again."""
+    return load_recipe(recipe, sets)
 
 
 def net(scale: Scale, method: str, sparsity: float | None = None, *more: str) -> Experiment:

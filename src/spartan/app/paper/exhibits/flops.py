@@ -92,7 +92,7 @@ def vit() -> BlockViT:
 
 
 @register
-class Flops(Exhibit):
+class FlopFigures(Exhibit):
     """The FLOP figures that follow from the networks and the budgets alone."""
 
     order = 4
