@@ -14,9 +14,11 @@ from spartan.app.paper.results import Results
 from spartan.app.paper.training import train_missing
 from spartan.app.terminal import print_table
 
+NAMES = ", ".join(one.name for one in exhibits())
+
 
 def paper(
-    exhibit: Annotated[str, Argument(metavar="list|all|page|EXHIBIT", help="What to make; `list` names the exhibits.")],
+    exhibit: Annotated[str, Argument(metavar="list|all|page|EXHIBIT", help=f"What to make. Exhibits: {NAMES}.")],
     scale: Annotated[
         str, Option(metavar="tiny|small|full", help="digits on a CPU, CIFAR on one GPU, or the paper's ImageNet-1K.")
     ] = "small",

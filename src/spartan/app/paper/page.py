@@ -101,9 +101,9 @@ def _trained(results: Results) -> str:
             "after the other, neither of which was."
         )
     if told := provenance(have):
-        lines.append(
-            f"Results are from {told}; rows of `benchmarks/cifar10.csv` among them are marked in the file of results."
-        )
+        taken = sum("source" in record for record in have)
+        rows = f"; {taken} are rows of `benchmarks/cifar10.csv`, from before there was this command" if taken else ""
+        lines.append(f"Results are from {told}{rows}.")
     return "\n".join(lines) + "\n"
 
 

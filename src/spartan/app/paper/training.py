@@ -60,6 +60,6 @@ def train_missing(
         outcomes = sweeper.run(planned, display)
     done = [outcome.job for outcome in outcomes if outcome.state in ("finished", "skipped")]
     records = [record_of(one, read_run(job.folder)) for job in done for one in same[identity(job.config)]]
-    to = packaged(results.scale) if keep or results.own is None else results.own
-    results.add(records, to)
+    if records:
+        results.add(records, packaged(results.scale) if keep or results.own is None else results.own)
     return outcomes, sweeper.stopped

@@ -1,7 +1,7 @@
 """Table 9: variants of Top-KAST."""
 
 from spartan.app.paper.exhibit import Claim, Exhibit, Shown, register
-from spartan.app.paper.experiments import LENGTHS, STEM, Experiment, Scale, net
+from spartan.app.paper.experiments import STEM, Experiment, Scale, net
 from spartan.app.paper.judging import difference, listed, verdict
 from spartan.app.paper.published import printed
 from spartan.app.paper.results import Results
@@ -22,9 +22,9 @@ def rows_of(scale: Scale) -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def run(scale: Scale, row: str, sparsity: float) -> Experiment:
-    """A run of a row, at the shortest length."""
+    """A run of a row."""
     method, sets = rows_of(scale)[row]
-    return net(scale, method, sparsity, *sets, *LENGTHS[scale][0])
+    return net(scale, method, sparsity, *sets)
 
 
 @register
