@@ -104,7 +104,9 @@ class Accuracy(Exhibit):
                 points.append(None if found is None else not found.below)
                 if found is not None and (found.below or row == "Top-KAST"):
                     words.append(f"{100 * s:g}%: {found} over {row}")
-        apart = [None if margins.get(s) is None else margins[s].above for s in high]
+        # The paper has no Top-KAST at 99%, where it is unstable: long-training.
+        both = [s for s in high if s < 0.99]
+        apart = [None if margins.get(s) is None else margins[s].above for s in both]
         return [
             Claim(
                 "Spartan outperforms all baselines at sparsities of 90% and above",
@@ -113,10 +115,10 @@ class Accuracy(Exhibit):
                 listed(words),
             ),
             Claim(
-                "Spartan is more accurate than Top-KAST at 90% and above",
+                "Spartan is more accurate than Top-KAST at 90%, 95% and 97.5% (small scale: 98%)",
                 "Table 2",
                 verdict(apart),
-                listed(f"{100 * s:g}%: {margins[s]}" for s in high if margins.get(s) is not None),
+                listed(f"{100 * s:g}%: {margins[s]}" for s in both if margins.get(s) is not None),
             ),
         ]
 

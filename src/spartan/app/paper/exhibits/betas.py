@@ -83,6 +83,8 @@ class Betas(Exhibit):
         )
         pairs = [difference(results.scores(spartan(scale, b)), results.scores(ablated(scale, b))) for b in betas]
         low = [pair for beta, pair in zip(betas, pairs, strict=True) if beta <= 20]
+        first, last = pairs[0], pairs[-1]
+        most_at_low = None if first is None or last is None else first.value > last.value
         rising = [b for b in betas if b <= 80]
         steps = [(without[a], without[b]) for a, b in itertools.pairwise(rising)]
         grows = [None if a is None or b is None else b.mean > a.mean for a, b in steps]
@@ -98,7 +100,7 @@ class Betas(Exhibit):
             Claim(
                 "Projection in the forward pass improves the final accuracy, most at low β_max",
                 self.where,
-                verdict(None if pair is None else pair.above for pair in low),
+                verdict([*(None if pair is None else pair.above for pair in low), most_at_low]),
                 f"with over without: {known}",
             ),
         ]
