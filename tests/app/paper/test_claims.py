@@ -82,7 +82,7 @@ def claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_up: Any) -> dic
     runs = wanted(TRAINED, "small")
     results.add([made_up(one) for one in runs], results.own)
     assert results.missing(runs) == []
-    found = {}
+    found: dict[str, str] = {}
     for exhibit in TRAINED:
         shown = show(exhibit, results)
         found |= {claim.text: claim.verdict for claim in shown.claims}
