@@ -8,7 +8,7 @@ try:
     import typer
     from typer.core import TyperGroup
 
-    from spartan.app.commands import models, runs
+    from spartan.app.commands import models, paper, runs
 except ModuleNotFoundError as _missing:  # the library works without them
     raise SystemExit(f"the command line needs {_missing.name}: pip install 'spartan-sparsity[app]'") from None
 
@@ -79,8 +79,9 @@ def _spartan(
     What there is:
       spartan recipes
       spartan methods
+      spartan paper list
     """
 
 
-for _command in (*runs.COMMANDS, *models.COMMANDS):
+for _command in (*runs.COMMANDS, *models.COMMANDS, *paper.COMMANDS):
     app.command()(_command)

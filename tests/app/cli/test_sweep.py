@@ -168,7 +168,7 @@ def test_the_bar_counts_what_is_left(tmp_path: Path) -> None:
 def test_runs_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert Sweep("digits", tmp_path, 4)._environment()["OMP_NUM_THREADS"] == "2"
-    assert "OMP_NUM_THREADS" not in Sweep("digits", tmp_path, 1)._environment()
+    assert Sweep(tmp_path, 4)._environment()["OMP_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS" not in Sweep(tmp_path, 1)._environment()
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert Sweep("digits", tmp_path, 4)._environment()["OMP_NUM_THREADS"] == "3"
+    assert Sweep(tmp_path, 4)._environment()["OMP_NUM_THREADS"] == "3"

@@ -24,6 +24,7 @@ NAMES = [
     "cifar10-resnet18",
     "cifar10-vit",
     "cifar10-wrn22",
+    "cifar100-resnet18-flops",
     "cifar100-wrn22",
     "digits",
     "fashion-mnist",

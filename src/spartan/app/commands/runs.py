@@ -148,7 +148,7 @@ def sweep(
         raise ValueError("sweep: it starts processes of its own; start it once, without torchrun")
     folder = out or Path("runs") / f"{Path(recipe).stem}-sweep"
     planned = plan(recipe, sets or [], seeds, folder)
-    sweeper = Sweep(recipe, folder, min(jobs, len(planned)))
+    sweeper = Sweep(folder, min(jobs, len(planned)))
     with SweepDisplay(planned, is_plain()) as display:
         display.line(f"{len(planned)} runs, {sweeper.at_once} at once -> {folder}")
         for note in filter(None, dict.fromkeys(job.note for job in planned)):

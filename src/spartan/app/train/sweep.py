@@ -25,6 +25,7 @@ from spartan.wording import shortened
 class Job:
     """One run of a sweep."""
 
+    recipe: str
     folder: Path
     config: Config
     # the settings on top of the recipe, seed included
@@ -78,16 +79,20 @@ def grid(sets: Sequence[str], seeds: int | None = None) -> list[tuple[str, ...]]
 
 
 def plan(recipe: str, sets: Sequence[str], seeds: int | None, out: Path) -> list[Job]:
-    """The runs of a sweep; one that is in `out` already keeps its folder, one that repeats another is left out."""
+    """The runs of a sweep over a grid, as `plan_list` has them."""
+    return plan_list([(recipe, point) for point in grid(sets, seeds)], out)
+
+
+def plan_list(points: Sequence[tuple[str, tuple[str, ...]]], out: Path) -> list[Job]:
+    """Runs, each by its recipe and settings; one that is in `out` already keeps its folder, a repeated one is left out."""
     if is_run(out):
         raise RecipeError(f"--out: {out} is a run itself; a sweep needs a folder to put its runs in")
     runs = [p for p in sorted(out.glob("*")) if is_run(p) and not p.name.startswith(".")]
     there = {identity(read_run(run).config): run for run in runs}
     jobs: dict[str, Job] = {}
     taken = set(there.values())
-    points = grid(sets, seeds)
-    common = set.intersection(*map(set, points))
-    for point in points:
+    common = set.intersection(*(set(point) for _, point in points)) if points else set()
+    for recipe, point in points:
         config, note = load_with_note(recipe, point)
         same = identity(config)
         if same in jobs:
@@ -96,7 +101,7 @@ def plan(recipe: str, sets: Sequence[str], seeds: int | None, out: Path) -> list
         if same not in there and (folder in taken or folder.exists()):
             folder = folder.with_name(f"{folder.name}-{hashlib.sha256(same.encode()).hexdigest()[:8]}")
         taken.add(folder)
-        jobs[same] = Job(folder, config, point, note)
+        jobs[same] = Job(recipe, folder, config, point, note)
     return list(jobs.values())
 
 
@@ -112,8 +117,8 @@ def _name(config: Config, varied: Sequence[str]) -> str:
 class Sweep:
     """Runs jobs in processes of their own, up to `at_once` together; a stop signal makes all that run save and end."""
 
-    def __init__(self, recipe: str, out: Path, at_once: int) -> None:
-        self.recipe, self.out, self.at_once, self.stopped = recipe, out, at_once, False
+    def __init__(self, out: Path, at_once: int) -> None:
+        self.out, self.at_once, self.stopped = out, at_once, False
         # by folder, with the length that its log had before
         self._running: dict[Path, tuple[subprocess.Popen[bytes], int]] = {}
 
@@ -177,7 +182,7 @@ class Sweep:
         if is_run(job.folder):
             return [*base, "--resume", str(job.folder), "--quiet"]
         sets = [word for setting in job.sets for word in ("--set", setting)]
-        return [*base, self.recipe, *sets, "--out", str(job.folder), "--quiet"]
+        return [*base, job.recipe, *sets, "--out", str(job.folder), "--quiet"]
 
     def _environment(self) -> dict[str, str]:
         """Several runs share the cores; each taking all of them would slow all of them down."""

@@ -1,0 +1,116 @@
+"""The command about the paper: `paper`."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from spartan.app.paper.exhibit import Exhibit, check_scale, exhibits, find, make, missing_line, wanted
+from spartan.app.paper.page import write_page
+from spartan.app.paper.results import Results
+from spartan.app.paper.training import train_missing
+from spartan.app.terminal import print_table
+
+NAMES = ", ".join(one.name for one in exhibits())
+
+
+def paper(
+    exhibit: Annotated[str, Argument(metavar="list|all|page|EXHIBIT", help=f"What to make. Exhibits: {NAMES}.")],
+    scale: Annotated[
+        str, Option(metavar="tiny|small|full", help="digits on a CPU, CIFAR on one GPU, or the paper's ImageNet-1K.")
+    ] = "small",
+    out: Annotated[Path, Option(metavar="DIR", help="Where tables, figures, runs and their results go.")] = Path(
+        "paper"
+    ),
+    rerun: Annotated[bool, Option("--rerun", help="Train what has no stored result.")] = False,
+    jobs: Annotated[int, Option(metavar="N", min=1, help="With --rerun: how many runs at once.")] = 1,
+    data: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="With --rerun: the data, as cifar10.npz, torchvision's files or imagenet/."),
+    ] = None,
+    keep: Annotated[
+        bool,
+        Option(
+            "--keep", help="With --rerun: put results into the package, for those who keep them under version control."
+        ),
+    ] = False,
+) -> None:
+    """Make the paper's tables and figures again.
+
+    Each comes from this code: computed where no training is needed, else from stored results, of which --rerun trains
+    those that are missing. Tables are written as Markdown and CSV, figures as PNG and SVG, each for light pages and for
+    dark ones. One line says how it compares with the published one.
+
+    \b
+    spartan paper list
+    spartan paper flops                                    8.24 G, 35.19 G, 12.76% and 5.76%, with the arithmetic
+    spartan paper accuracy                                 from the results that are stored
+    spartan paper exploration --scale tiny --rerun         trains on digits, in a minute or two on a CPU
+    spartan paper all --scale small --rerun --jobs 6 --data data     on one GPU; again after a stop: it goes on
+    spartan paper page --out docs/reproduction.md          the page with everything, ours beside theirs
+    """
+    size = check_scale(scale)
+    for option, given in (("--jobs", jobs > 1), ("--data", data is not None), ("--keep", keep)):
+        if given and not rerun:
+            raise ValueError(f"{option} is about training; it goes with --rerun")
+    if exhibit == "list":
+        print_table(["name", "kind", "in the paper", "what"], [[e.name, e.kind, e.where, e.title] for e in exhibits()])
+        return
+    if exhibit == "page":
+        if rerun:
+            raise ValueError("page shows what is stored; train with: spartan paper all --rerun")
+        written = write_page(out if out.suffix == ".md" else out / "reproduction.md", Results(size))
+        typer.echo(f"page     {written}")
+        return
+    chosen = list(exhibits()) if exhibit == "all" else [find(exhibit)]
+    results = Results(size, out)
+    code = _train(chosen, results, out, jobs, data, keep) if rerun else 0
+    for one in chosen:
+        _show(one, results, out)
+    for name in results.stale():
+        typer.echo(f"left aside: the result of {name} is of another recipe than today's", err=True)
+    if code:
+        raise typer.Exit(code)
+
+
+def _train(chosen: Sequence[Exhibit], results: Results, out: Path, jobs: int, data: Path | None, keep: bool) -> int:
+    """Train what is missing; the exit code."""
+    runs = wanted(chosen, results.scale)
+    measured = [one for one in chosen if one.makes]
+    for one in measured:
+        typer.echo(f"{one.name}: measured, not trained; this makes its results anew: {one.makes}")
+    outcomes, stopped = train_missing(runs, results, out, jobs, data, keep)
+    failed = [outcome for outcome in outcomes if outcome.state == "failed"]
+    for outcome in failed:
+        typer.echo(f"failed: {outcome.job.folder} ({' '.join(outcome.job.sets)}): {outcome.reason}", err=True)
+    if stopped:
+        typer.echo("stopped; the same command goes on where it stopped", err=True)
+        return 130
+    if not outcomes and not measured:
+        typer.echo("nothing to train: every run has its result" if runs else "nothing to train: no run is needed")
+    return 1 if failed else 0
+
+
+def _show(exhibit: Exhibit, results: Results, out: Path) -> None:
+    made = make(exhibit, results, out)
+    scale = "" if exhibit.kind == "exact" else f", scale {results.scale}" if exhibit.kind == "trained" else ", measured"
+    typer.echo(f"\n{exhibit.name}: {exhibit.title} ({exhibit.where}{scale})")
+    for table in made.shown.tables:
+        typer.echo(f"\n{table.caption}")
+        sys.stdout.flush()
+        print_table(table.header, table.cells)
+    typer.echo("")
+    for claim in made.shown.claims:
+        typer.echo(f"{claim.verdict}: {claim.text}. {claim.figures}")
+    for note in made.shown.notes:
+        typer.echo(f"note: {note}")
+    typer.echo(f"compared: {made.shown.line}")
+    if missing := missing_line(exhibit, made, results.scale):
+        typer.echo(f"missing: {missing}")
+    typer.echo(f"files: {', '.join(path.name for path in made.files)} in {out}")
+
+
+COMMANDS = (paper,)
