@@ -68,7 +68,7 @@ class GradientState:
         self._differentiable = False  # whether gradients since the last step are to be differentiated again
         self.paused = False  # whether gradients are none of ours for a while
         self.unused = 0  # gradients that were cleared, one after the other, without a step
-        self._ddp, self._sharded = replicas(model), bool(fsdp_modules(model))
+        self._model, self._sharded = model, bool(fsdp_modules(model))
         self._whole = not any(map(is_dtensor, self._parameters))
         self._handles: list[RemovableHandle] = []
         self._accumulators: list[Node] = []  # what accumulates each gradient; a hook lives as long as they do
@@ -233,8 +233,9 @@ class GradientState:
         So it is under DDP's `no_sync`, with several processes whose gradients somebody else adds up, in compiled autograd,
         and where gradients are to be differentiated again.
         """
-        if self._ddp is not None:
-            if not self._ddp.require_backward_grad_sync:
+        ddp = replicas(self._model)  # asked anew: accelerate and others wrap a model later
+        if ddp is not None:
+            if not ddp.require_backward_grad_sync:
                 return True
         elif not self._sharded and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             return True

@@ -43,7 +43,7 @@ class Run:
         self.guard = Guard(self.weights, model)
         self._clip = None if method.clip is None else JointClip(self.weights, method.clip)
         self.optimizers: list[Optimizer] = []  # those that are attached
-        self._ddp = replicas(model)
+        self._model = model
         self._decays = False  # whether what the method declared for the last gradients has a decay
         self.kept: list[int] | None = None  # units kept, where counting takes all processes
         self.sent = self._sent_before = 0  # bytes that processes exchanged for the last choice of masks, and until then
@@ -114,7 +114,7 @@ class Run:
 
     def backward(self) -> None:
         """Turn the fresh gradients for w in `.grad` into gradients for θ, in place; missing ones count as zero."""
-        self.guard.check_join(self._ddp)
+        self.guard.check_join(replicas(self._model))
         self.check_model()
         if not self.method.identity and self.gradients.turn_fresh(self._turn) and self._clip is not None:
             self._clip.remember()
@@ -205,7 +205,7 @@ class Run:
 
         Nothing is asked of numbers that are still on a device.
         """
-        ddp, parts = self._ddp, self.weights.solving
+        ddp, parts = replicas(self._model), self.weights.solving
         on_device = self.weights.bad.device.type != "cpu"
         if ddp is None or not parts or self.method.identity or on_device:
             return
