@@ -266,6 +266,16 @@ def check_same(settings: Mapping[str, Any], model: nn.Module) -> None:
                     )
 
 
+def alike(numbers: Sequence[float], group: Any) -> bool:
+    """Whether every process of a group has these numbers; the same answer on all."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(everyone, list(numbers), group=group)
+    except RuntimeError as error:
+        raise RuntimeError(_lost(len(everyone), error)) from error
+    return all(its == everyone[0] for its in everyone)
+
+
 def same_on_all(number: int, device: torch.device) -> int:
     """Process 0's number, below 2⁵³, on every process of the job; the number itself where there is one process only."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:

@@ -91,6 +91,20 @@ def finalize_with(self: "Sparsifier", source: str) -> None:
     _let_go(self, Layer.of(problem, count.kept, self._flops))
 
 
+def discard(self: "Sparsifier") -> None:
+    """Give a run up: the model gets its dense weights back, unless somebody has loaded others into it since."""
+    if self._final is None:
+        try:
+            self._run.check_model()
+        except RuntimeError:
+            pass  # a checkpoint, of another run or of an earlier step
+        else:
+            with torch.no_grad():
+                self._run.weights.put(range(len(self._targets)))
+        _let_go(self, self.layers())
+    self.detach()
+
+
 def sparse_at(self: "Sparsifier") -> int:
     """The step from which on the model is as sparse as it is to be."""
     return self.method.sparse_at(self._run.at)

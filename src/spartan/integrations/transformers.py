@@ -21,7 +21,7 @@ from spartan.integrations.common import Asked, has_flat_parameters, holds_state,
 from spartan.sparsifier import Sparsifier
 from spartan.state.sharded import load_apart, save_apart
 from spartan.step.wrap import unwrapped
-from spartan.stepping import finalize_with, sparse_at
+from spartan.stepping import discard, finalize_with, sparse_at
 
 with importing("transformers", "transformers", "accelerate"):
     import transformers
@@ -64,12 +64,13 @@ class SpartanCallback(TrainerCallback):
         _check(args, model, optimizer)
         _put_first(self)
         if self.sparsifier is not None:
-            self.sparsifier.detach()  # of a run that ended before its time
+            discard(self.sparsifier)  # of a run that ended before its time, or of one before this
         resumed = holds_state(optimizer)
         self.sparsifier, self._told = self._asked.build(model, state.max_steps, [optimizer]), False
         if is_sharded(self.sparsifier) and state.global_step:
             load_apart(_shards(args, state), self.sparsifier)
         elif state.global_step and not resumed:
+            discard(self.sparsifier)
             raise RuntimeError(
                 f"the Trainer goes on from step {state.global_step}, but its checkpoint holds no state of a sparsifier: it "
                 "was saved without SpartanCallback, or with save_only_model=True. Train from the beginning; or give a model "

@@ -43,7 +43,7 @@ class Run:
         self.guard = Guard(self.weights, model)
         self._clip = None if method.clip is None else JointClip(self.weights, method.clip)
         self.optimizers: list[Optimizer] = []  # those that are attached
-        self._model = model
+        self._model, self._ddp = model, replicas(model)
         self._decays = False  # whether what the method declared for the last gradients has a decay
         self.kept: list[int] | None = None  # units kept, where counting takes all processes
         self.sent = self._sent_before = 0  # bytes that processes exchanged for the last choice of masks, and until then
@@ -61,7 +61,8 @@ class Run:
         evaluate = None if closure is None else Evaluation(self, optimizer, mine, closure)
         if evaluate is None:
             self.turn(optimizer, mine)
-        elif self.gradients.left_for_the_step():  # what processes have not added up yet cannot be turned
+        elif self.gradients.raw or self.gradients.left_for_the_step():
+            # What processes have not added up yet cannot be turned; the closure's backward may do so.
             self.check_model()
         else:
             self.backward()  # some optimizers look at gradients before they ask for the loss
@@ -114,7 +115,11 @@ class Run:
 
     def backward(self) -> None:
         """Turn the fresh gradients for w in `.grad` into gradients for θ, in place; missing ones count as zero."""
-        self.guard.check_join(replicas(self._model))
+        ddp = replicas(self._model)
+        self.guard.check_join(ddp)
+        if ddp is not self._ddp:  # wrapped since
+            self._ddp = ddp
+            self.guard.check_copies(ddp, look.thetas(self.weights))
         self.check_model()
         if not self.method.identity and self.gradients.turn_fresh(self._turn) and self._clip is not None:
             self._clip.remember()
@@ -205,7 +210,7 @@ class Run:
 
         Nothing is asked of numbers that are still on a device.
         """
-        ddp, parts = replicas(self._model), self.weights.solving
+        ddp, parts = self._ddp, self.weights.solving
         on_device = self.weights.bad.device.type != "cpu"
         if ddp is None or not parts or self.method.identity or on_device:
             return
