@@ -24,7 +24,7 @@ from spartan.methods import as_method, check_together
 from spartan.methods.base import Method
 from spartan.problem.budgets import Budget
 from spartan.problem.costs import Cost, as_cost
-from spartan.problem.coverage import coverage_of
+from spartan.problem.coverage import ask_about_adapters, coverage_of
 from spartan.problem.patterns import Pattern
 from spartan.problem.problem import make_problem
 from spartan.problem.schedules import Moment
@@ -118,6 +118,7 @@ class Sparsifier:
             model, sparsity, pattern=pattern, cost=cost, budget=budget, include=include, exclude=exclude, count=count,
             min_density=min_density, scale=self.method.scale,
         )  # fmt: skip
+        ask_about_adapters(model, include)
         check_together(self.method, problem.pattern)
         self.method.check(problem)
         self._flops = as_cost(cost).counts_flops

@@ -153,18 +153,6 @@ class Guard:
                 "end all of them together with join(throw_on_early_termination=True)."
             )
 
-    def check_copies(self, ddp: DistributedDataParallel | None, thetas: Sequence[Tensor]) -> None:
-        """Refuse a DDP that was put around the model later, and gave it the first process's weights, but not its θ."""
-        if ddp is None or self.weights.method.identity:
-            return
-        mine = [float(torch.linalg.vector_norm(theta.double())) for theta in thetas]
-        if not alike(mine, ddp.process_group):
-            raise RuntimeError(
-                "DDP was put around the model after the sparsifier was built, and the processes had begun with other "
-                "weights: it copies those of the first to all, but not the dense weights behind them. Build the sparsifier "
-                "after DDP (with accelerate, after prepare()), or the models with the same seed."
-            )
-
     @property
     def _waits(self) -> bool:
         """Whether answers are waited for: on a CPU, and where processes must agree on them."""
@@ -264,6 +252,19 @@ class Guard:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+def check_copies(ddp: DistributedDataParallel | None, thetas: Sequence[Tensor]) -> None:
+    """Refuse a DDP that was put around the model later, and gave it the first process's weights, but not its θ."""
+    if ddp is None:
+        return
+    mine = [float(torch.linalg.vector_norm(theta.double())) for theta in thetas]
+    if not alike(mine, ddp.process_group):
+        raise RuntimeError(
+            "DDP was put around the model after the sparsifier was built, and the processes had begun with other weights: "
+            "it copies those of the first to all, but not the dense weights behind them. Build the sparsifier after DDP "
+            "(with accelerate, after prepare()), or the models with the same seed."
+        )
 
 
 def _first_non_finite(tensors: Iterable[tuple[int, Tensor | None]]) -> int | None:

@@ -17,7 +17,7 @@ from spartan.solvers.torch import TorchSolver
 from spartan.step import look
 from spartan.step.clip import JointClip
 from spartan.step.gradients import GradientState, grads_of
-from spartan.step.guard import Guard
+from spartan.step.guard import Guard, check_copies
 from spartan.step.moments import forget_all, forget_units
 from spartan.step.weights import Weights
 
@@ -119,7 +119,7 @@ class Run:
         self.guard.check_join(ddp)
         if ddp is not self._ddp:  # wrapped since
             self._ddp = ddp
-            self.guard.check_copies(ddp, look.thetas(self.weights))
+            check_copies(ddp, [] if self.method.identity else look.thetas(self.weights))
         self.check_model()
         if not self.method.identity and self.gradients.turn_fresh(self._turn) and self._clip is not None:
             self._clip.remember()
