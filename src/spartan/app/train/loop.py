@@ -36,6 +36,7 @@ from spartan.app.train.setup import (
     lr_at,
     passes_a_step,
 )
+from spartan.app.train.trackers import check_installed
 from spartan.wording import first_line
 
 FLUSH_EVERY = 50  # steps between looks at the device
@@ -47,6 +48,7 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         self.config, self.us = config, current()
+        check_installed(config.tracker)
         self.device = choose_device(config.device, self.us)
         seed_everything(config.seed)
         self.data: Data = build_data(config, self.device, self.us)
@@ -110,7 +112,7 @@ class Trainer:
         agreement = StopAgreement(self.us)
         with (
             StopSignals(launched=not self.us.alone) as signals,
-            Metrics(out, metrics_offset, self.us) as metrics,
+            Metrics(out, metrics_offset, self.us, self.config.tracker, fixed_settings(self.config)) as metrics,
             Display(self.config.epochs, self.total_steps, quiet or not self.us.first) as display,
         ):
             for epoch in range(self.step // self.steps_per_epoch, self.config.epochs):
