@@ -42,9 +42,10 @@ class Attachment:
 
     def attach(self, optimizers: Sequence[Any], step: Step) -> list[list[int]]:
         """Wrap the steps of optimizers; the targets that each of them trains."""
-        inner = [unwrapped(optimizer) for optimizer in optimizers]
+        each = [part for optimizer in optimizers for part in _parts(optimizer)]
+        inner = [unwrapped(optimizer) for optimizer in each]
         owner = check_optimizers(inner, self.targets)
-        self.optimizers, self.outer = inner, [x for x, y in zip(optimizers, inner, strict=True) if x is not y]
+        self.optimizers, self.outer = inner, [x for x in (*optimizers, *each) if not any(x is y for y in inner)]
 
         def in_step(optimizer: Optimizer, update: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
             self.stepping = True
@@ -156,6 +157,12 @@ def _inwards(optimizer: Any) -> Iterator[Any]:
 def is_scheduled(optimizer: Any) -> bool:
     """Whether a learning-rate scheduler has been built for an optimizer, or for one inside it."""
     return any(hasattr(each.step, "_wrapped_by_lr_sched") for each in _inwards(optimizer))
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """The optimizers that one passes its step on to, all of them, as torchtitan's container does; or the one itself."""
+    parts = getattr(optimizer, "__dict__", {}).get("optimizers")
+    return list(parts) if isinstance(parts, (list, tuple)) and parts and all(map(_steps, parts)) else [optimizer]
 
 
 def _steps(thing: object) -> bool:
