@@ -87,9 +87,10 @@ class SpartanCallback(TrainerCallback):
     ) -> None:
         """Add density and β to what is logged of training."""
         if self.sparsifier is not None and logs is not None and "loss" in logs:
-            logs.update(numbers(self.sparsifier))
+            found = numbers(self.sparsifier)
+            logs.update(found)
             if state.log_history:
-                state.log_history[-1].update(numbers(self.sparsifier))
+                state.log_history[-1].update(found)  # a copy, made before callbacks are called
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Save what the optimizer's state cannot carry, and forget a best model that is not sparse yet."""
