@@ -21,13 +21,23 @@ CLIP, SAVED = 0.3, 16
 
 
 def loop(
-    order: str, *, save: Path | None = None, resume: Path | None = None, seed: int = 0, registered: bool = False
+    order: str,
+    *,
+    save: Path | None = None,
+    resume: Path | None = None,
+    seed: int = 0,
+    registered: bool = False,
+    shards: str = "",
 ) -> tuple[nn.Module, Sparsifier, list[float]]:
     """An ordinary loop around accelerate, with two lines of ours; the norms that clipping has seen."""
     accelerate = library("accelerate")
     from spartan.integrations.accelerate import attach
 
+    if shards:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    if shards:
+        with_shards(accelerator, shards)
     model: Any = net()
     if seed:
         torch.manual_seed(seed)
@@ -136,94 +146,102 @@ def test_two_processes(tmp_path: Path) -> None:
         assert "the processes had begun with other weights" in each["other weights"]
 
 
-def in_shards(rank: int, folder: str) -> list[bool]:
-    """The hooks of accelerate save and load the state of weights in shards."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def with_shards(accelerator: Any, kind: str) -> Any:
+    """The accelerator, with FSDP2. Its own choice of a strategy asks for GPUs; FSDP2 itself does not."""
+    accelerate = library("accelerate")
+    for state in (accelerate.state.AcceleratorState, accelerate.state.PartialState):
+        state._shared_state["distributed_type"] = accelerate.utils.DistributedType.FSDP
+    accelerator.state.fsdp_plugin = accelerate.utils.FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type=kind, auto_wrap_policy="NO_WRAP", cpu_ram_efficient_loading=False
+    )
+    return accelerator
 
+
+def in_shards(rank: int, folder: str, kind: str) -> tuple[list[Tensor], list[float], bool]:
+    """The loop, with FSDP2 by accelerate: its hooks save and load the state of weights in shards."""
     as_launched(rank)
-    accelerator = library("accelerate").Accelerator(cpu=True)
-    from spartan.integrations.accelerate import attach
-
-    def start() -> Any:
-        model = net()
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        return model, optimizer, attach(accelerator, model, optimizer, SPARSITY, STEPS)
-
-    def train(model: Any, optimizer: Any, steps: range) -> None:
-        x, y = data().tensors
-        for step in steps:
-            rows = slice(8 * (2 * step % 16 + rank), 8 * (2 * step % 16 + rank + 1))
-            nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def whole(model: Any) -> list[Tensor]:
-        return [p.full_tensor() for p in model.parameters()]
-
-    model, optimizer, _ = start()
-    train(model, optimizer, range(SAVED))
-    accelerator.save_state(folder)
-    state = {n: x.clone() for n, x in model.state_dict().items()}
-    train(model, optimizer, range(SAVED, STEPS))
-    accelerator._save_model_state_pre_hook.clear()
-    accelerator._load_model_state_pre_hook.clear()
-    again, its_optimizer, its = start()
-    again.load_state_dict(state)  # as accelerate does, from files of its own
-    accelerator.load_state(folder)
-    resumed = its.stats.step == SAVED
-    train(again, its_optimizer, range(SAVED, STEPS))
-    its.finalize()
-    same = all(torch.equal(a, b) for a, b in zip(whole(model), whole(again), strict=True))
-    return [resumed, same, verify(again, SPARSITY).density <= 1 - SPARSITY, (Path(folder) / "spartan").is_dir()]
+    place = Path(folder)
+    model, sparsifier, norms = loop("after", save=place, shards=kind)
+    again, its, _ = loop("after", resume=place, seed=3, shards=kind)
+    assert (place / "spartan").is_dir()
+    assert type(next(model.parameters()).data).__name__ == "DTensor"
+    for each in (sparsifier, its):
+        each.finalize()
+    models: list[Any] = [model, again]
+    whole, resumed = ([p.full_tensor().detach() for p in each.parameters()] for each in models)
+    same = all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+    return whole, norms, same and verify(again, SPARSITY).density <= 1 - SPARSITY
 
 
-def test_hooks_for_shards(tmp_path: Path) -> None:
-    assert on(2, in_shards, str(tmp_path)) == [[True] * 4] * 2
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.slow)])
+def test_shards_on_two_processes(kind: str, tmp_path: Path) -> None:
+    """FSDP2 by accelerate: the masks and the weights of one process, clipped by the same norm, saved and resumed."""
+    expected, norms = plain_loop()
+    weights, seen, resumed = on(2, in_shards, str(tmp_path), kind)[0]
+    assert resumed
+    assert seen == pytest.approx(norms, rel=1e-3)
+    for mine, theirs in zip(weights, expected.parameters(), strict=True):
+        assert torch.equal(mine != 0, theirs != 0)
+        assert torch.allclose(mine, theirs, atol=1e-4)
 
 
-def the_trainer(rank: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Any], bool]:
-    """The Trainer of transformers on two processes, which wraps the model in DDP and shows callbacks the model."""
+def the_trainer(rank: int, folder: str, kind: str) -> tuple[dict[str, Tensor], list[float], str, bool]:
+    """The Trainer of transformers on two processes, with DDP, or with FSDP2 and that kind of checkpoints."""
     from tests.integrations.language import SPARSITY as ASKED
-    from tests.integrations.language import trainer
+    from tests.integrations.language import gpt2, trainer
 
     as_launched(rank)
     library("transformers")
     from spartan.integrations.transformers import SpartanCallback
 
-    def run(place: str, resume: str | None = None) -> Any:
+    def run(resume: str | None = None, seed: int = 0) -> Any:
+        library("accelerate").state.AcceleratorState._reset_state(reset_partial_state=True)
         found = trainer(
-            Path(folder) / place, per_device_train_batch_size=1, logging_strategy="steps", logging_steps=1, ordered=False,
-            save_strategy="steps", save_steps=10, average_tokens_across_devices=True,
+            Path(folder), model=gpt2(seed=seed), per_device_train_batch_size=1, ordered=False, logging_strategy="steps",
+            logging_steps=1, save_strategy="steps", save_steps=10,
         )  # fmt: skip
+        if kind != "DDP":
+            with_shards(found.accelerator, kind)
+            found.is_fsdp_enabled = True
         found.add_callback(SpartanCallback(ASKED))
         found.train(resume_from_checkpoint=resume)
         return found
 
-    whole = run("a")
-    again = run("b", f"{folder}/a/checkpoint-10")
+    whole = run()
     norms = [row["grad_norm"] for row in whole.state.log_history if "grad_norm" in row]
-    weights = {n: p.detach().clone() for n, p in whole.model.named_parameters()}
-    return weights, {"norms": norms, "ddp": type(whole.model_wrapped).__name__}, same_weights(whole.model, again.model)
+    wrapped = type(whole.model_wrapped).__name__
+    found = []
+    for each in (whole, run(f"{folder}/checkpoint-10", seed=1)):
+        named = each.model.named_parameters()
+        found.append({n: (p if kind == "DDP" else p.full_tensor()).detach().clone() for n, p in named})
+    return found[0], norms, wrapped, all(torch.equal(found[0][n], found[1][n]) for n in found[0])
 
 
-def test_the_trainer_on_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "DDP",
+        pytest.param("FULL_STATE_DICT", marks=pytest.mark.slow),
+        pytest.param("SHARDED_STATE_DICT", marks=pytest.mark.slow),
+    ],
+)
+def test_the_trainer_on_two_processes(kind: str, tmp_path: Path) -> None:
+    """As on one process: clipped by the same norm, exactly sparse, resumed to the bit."""
     from tests.integrations.language import KEPT, trainer
 
     library("transformers")
     from spartan.integrations.transformers import SpartanCallback
 
-    (first, seen, resumed), (second, _, _) = on(2, the_trainer, str(tmp_path))
+    (first, seen, wrapped, resumed), (second, *_) = on(2, the_trainer, str(tmp_path / "two"), kind)
     alone = trainer(tmp_path / "alone", ordered=False, logging_strategy="steps", logging_steps=1)
     alone.add_callback(SpartanCallback(0.8))
     alone.train()
     norms = [row["grad_norm"] for row in alone.state.log_history if "grad_norm" in row]
     assert resumed
-    assert seen["ddp"] == "DistributedDataParallel"
+    assert wrapped == ("DistributedDataParallel" if kind == "DDP" else "FSDPGPT2LMHeadModel")
     assert all(torch.equal(first[n], second[n]) for n in first)
     assert sum(int((p != 0).sum()) for n, p in first.items() if ".h." in n and p.ndim == 2) == KEPT
-    assert seen["norms"] == pytest.approx(norms, rel=1e-2)
+    assert seen == pytest.approx(norms, rel=1e-2)
 
 
 def lightnings(rank: int, folder: str) -> tuple[dict[str, Tensor], str, bool]:

@@ -68,7 +68,7 @@ class SpartanCallback(TrainerCallback):
         resumed = holds_state(optimizer)
         self.sparsifier, self._told = self._asked.build(model, state.max_steps, [optimizer]), False
         if is_sharded(self.sparsifier) and state.global_step:
-            load_apart(_shards(args, state), self.sparsifier)
+            load_apart(_saved_shards(args, state), self.sparsifier)
         elif state.global_step and not resumed:
             discard(self.sparsifier)
             raise RuntimeError(
@@ -202,11 +202,21 @@ def _check(args: TrainingArguments, model: nn.Module, optimizer: Any) -> None:
 
 
 def _shards(args: TrainingArguments, state: TrainerState) -> Path:
-    """Where the shards of the sparsifier's state are, in the checkpoint of this step."""
-    own = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-    asked = args.resume_from_checkpoint
-    places = [own, Path(asked)] if isinstance(asked, str) else [own]
-    return next((place / SHARDS for place in places if (place / SHARDS).is_dir()), own / SHARDS)
+    """Where the shards of the sparsifier's state belong, in the checkpoint of this step."""
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / SHARDS
+
+
+def _saved_shards(args: TrainingArguments, state: TrainerState) -> Path:
+    """Where they are; which checkpoint `train()` was told to go on from, the Trainer does not say."""
+    own, asked = _shards(args, state), args.resume_from_checkpoint
+    places = [own, *([Path(asked) / SHARDS] if isinstance(asked, str) else [])]
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None:
+        raise RuntimeError(
+            f"the Trainer goes on from step {state.global_step}, but there is no {own}, where the dense weights would be. "
+            "Go on in the same output_dir, or name the checkpoint in TrainingArguments(resume_from_checkpoint=…), too."
+        )
+    return found
 
 
 def _put_first(callback: SpartanCallback) -> None:
