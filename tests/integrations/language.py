@@ -24,6 +24,16 @@ def gpt2(dropout: float = 0.0, seed: int = 0) -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
+def llama(seed: int = 0) -> Any:
+    transformers = library("transformers")
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=16, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
 def sentences(n: int = 64) -> list[dict[str, Tensor]]:
     ids = torch.randint(48, (n, 12), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": x, "labels": x} for x in ids]

@@ -11,7 +11,7 @@ import torch
 
 import spartan
 from tests.foreign import library
-from tests.integrations.language import KEPT, SPARSITY, STEPS, gpt2, kept, plain_loop, sentences, trainer
+from tests.integrations.language import KEPT, SPARSITY, STEPS, gpt2, kept, llama, plain_loop, sentences, trainer
 from tests.loops.small import same_weights
 
 transformers = library("transformers")
@@ -105,6 +105,10 @@ class TestWays:
         assert kept(found.model) == KEPT
         if "bf16" not in options:
             assert same_weights(found.model, plain_loop()[0])
+
+    def test_another_decoder(self, tmp_path: Path) -> None:
+        found = trained(tmp_path, model=llama())
+        spartan.verify(found.model, SPARSITY)
 
     def test_a_loss_scaler(self, tmp_path: Path) -> None:
         """As with fp16=True, which takes a GPU: gradients are scaled, unscaled to be clipped, and a step is skipped."""
