@@ -330,10 +330,12 @@ class TestNotices:
         peft = library("peft")
         net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
         model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0", "2"]))
-        with pytest.warns(UserWarning, match=r"leaves out 80.0% .*\(PEFT base weights 80.0%\)"):
-            sparsifier = Sparsifier(model, 0.5, 10, method="rigl")  # whose B is zero, which makes it no checkpoint
+        with pytest.raises(ValueError, match=r"beside the weights of 2 layers \(.*what is to be sparse has to be said"):
+            Sparsifier(model, 0.5, 10)
+        # LoRA's B is zero, which makes it no checkpoint
+        sparsifier = Sparsifier(model, 0.5, 10, method="rigl", include="*lora_*")
         assert all("lora_" in layer.name for layer in sparsifier.layers())
-        assert "left out: 80.0%" in repr(sparsifier)
+        assert "left out: 80.0% of the weights of two or more dimensions (PEFT base weights 80.0%)" in repr(sparsifier)
 
     def test_layers_unfrozen_later_are_noticed_once(self) -> None:
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from spartan import NM, Block, Flops, Sparsifier, prune
 from spartan.methods import RigL  # type: ignore[attr-defined]
+from spartan.stepping import finalize_with
 from tests.solvers.triton import DEVICE
 
 pytestmark = pytest.mark.filterwarnings(
@@ -191,3 +192,31 @@ def test_a_saved_run_must_have_the_same() -> None:
 def test_with_flops() -> None:
     _, sparsifier = build("spartan", net(), cost=Flops(torch.zeros(1, 24)))
     check(sparsifier, 0.05)
+
+
+def test_a_checkpoint_with_another_division_may_be_the_one_that_stays() -> None:
+    """What counts is the budget that was asked for, not which layers are at their floor when the run ends."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+    sparsifier = Sparsifier(model, 0.9, 10, "imp", warmup=0.0, finetune=0.0, min_density=0.02)
+    assert sparsifier._run.problem.apart == []
+    best = {name: x.clone() for name, x in model.state_dict().items()}
+    for _ in range(10):  # until it is looked at which layers are below
+        with sparsifier.dense_weights(), torch.no_grad():
+            model[1].weight.mul_(0.1)
+        sparsifier._run.at = sparsifier._run.at.next()
+    assert [layer.kept for layer in sparsifier.layers()] == [72, 8]
+    assert sparsifier._run.problem.apart == [1]
+    model.load_state_dict(best)
+    finalize_with(sparsifier, "the best model")
+    assert [layer.kept for layer in sparsifier.layers()] == [int((m.weight != 0).sum()) for m in model]
+    assert sum(layer.kept for layer in sparsifier.layers()) == 80
+
+
+def test_a_checkpoint_that_is_too_dense_is_not() -> None:
+    model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+    sparsifier = Sparsifier(model, 0.9, 10, "imp", warmup=0.0)
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+    with pytest.raises(RuntimeError, match="checkpoint-3 holds fewer zeros than asked for: they are .*asked: 0.9"):
+        finalize_with(sparsifier, "checkpoint-3")

@@ -244,3 +244,36 @@ def test_the_step_keeps_its_signature() -> None:
         before = inspect.signature(optimizer.step)
         Sparsifier(model, 0.75, 20).attach(optimizer)
         assert inspect.signature(optimizer.step) == before
+
+
+class Container(torch.optim.Optimizer):
+    """As torchtitan's: an optimizer of all parameters, whose step is that of others."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = list(optimizers)
+        super().__init__([p for o in optimizers for group in o.param_groups for p in group["params"]], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def test_a_container_of_optimizers() -> None:
+    """The steps of those inside are wrapped, and it may call them; alone, it would change weights unseen."""
+    model, a, b, sparsifier = two("spartan", momentum=0.9, weight_decay=1e-2)
+    plain = setup("spartan")
+    sparsifier.detach()
+    both = Container(a, b)
+    sparsifier.attach(both)
+    for step in range(20):
+        loss_of(model, step).backward()
+        both.step()
+        both.zero_grad()
+        train(*plain[:2], 1, step)
+        close(values(model), values(plain[0]))
+    assert sparsifier.stats.step == 20
+    sparsifier.detach()
+    sparsifier.attach(a, b)
+    loss_of(model, 20).backward()
+    with pytest.raises(RuntimeError, match="another optimizer is attached"):
+        both.step()

@@ -5,15 +5,19 @@ flag.
 """
 
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 PLAIN = (Tensor, nn.Parameter)
+# The DDP that each model has been wrapped in: frameworks often hand on the model, and keep its wrapper to themselves.
+_AROUND: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParallel]]" = weakref.WeakKeyDictionary()
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -107,12 +111,32 @@ def is_compiled(module: nn.Module) -> bool:
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
+def _wrapped(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """torch calls this whenever a module gets another; DDP keeps its model under the name `module`."""
+    if name != "module" or submodule is None or not isinstance(module, DistributedDataParallel):
+        return
+    _AROUND[submodule] = weakref.ref(module)
+    while is_compiled(submodule):
+        submodule = submodule._orig_mod  # type: ignore[assignment]
+        _AROUND[submodule] = weakref.ref(module)
+
+
+register_module_module_registration_hook(_wrapped)
+
+
 def replicas(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP around a model, possibly compiled; None where there is none, or one process only."""
+    """The DDP around a model, possibly compiled; None where there is none, or one process only.
+
+    A model that stands inside a DDP is taken for it: whoever wrapped it trains it there.
+    """
     while is_compiled(model):
         model = model._orig_mod  # type: ignore[assignment]
     if not isinstance(model, DistributedDataParallel):
-        return None
+        around = _AROUND.get(model)
+        found = None if around is None else around()
+        if found is None:
+            return None
+        model = found
     return model if dist.get_world_size(model.process_group) > 1 else None
 
 
@@ -240,6 +264,16 @@ def check_same(settings: Mapping[str, Any], model: nn.Module) -> None:
                         f"{key}={value} in process {ranks[0]} and {key}={its[key]} in process {rank}, which train one "
                         "model: build the sparsifier with the same arguments in every process"
                     )
+
+
+def alike(numbers: Sequence[float], group: Any) -> bool:
+    """Whether every process of a group has these numbers; the same answer on all."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(everyone, list(numbers), group=group)
+    except RuntimeError as error:
+        raise RuntimeError(_lost(len(everyone), error)) from error
+    return all(its == everyone[0] for its in everyone)
 
 
 def same_on_all(number: int, device: torch.device) -> int:

@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 
 from spartan.averaging import Average
 from spartan.distributed import check_same, is_dtensor, same_on_all
-from spartan.following import Follower, check_free, claim, release
+from spartan.following import Follower, check_free, claim
 from spartan.methods import as_method, check_together
 from spartan.methods.base import Method
 from spartan.problem.budgets import Budget
 from spartan.problem.costs import Cost, as_cost
-from spartan.problem.coverage import coverage_of
+from spartan.problem.coverage import ask_about_adapters, coverage_of
 from spartan.problem.patterns import Pattern
 from spartan.problem.problem import make_problem
 from spartan.problem.schedules import Moment
@@ -40,7 +40,7 @@ from spartan.step.notices import Notices, check_decay, sparse_already
 from spartan.step.run import Run
 from spartan.step.stats import Layer, Stats, describe, progress_of
 from spartan.step.wrap import Attachment, add_learned, remove_learned
-from spartan.stepping import check_alive, step
+from spartan.stepping import check_alive, finalize, step
 
 
 class Sparsifier:
@@ -118,6 +118,7 @@ class Sparsifier:
             model, sparsity, pattern=pattern, cost=cost, budget=budget, include=include, exclude=exclude, count=count,
             min_density=min_density, scale=self.method.scale,
         )  # fmt: skip
+        ask_about_adapters(model, include)
         check_together(self.method, problem.pattern)
         self.method.check(problem)
         self._flops = as_cost(cost).counts_flops
@@ -200,7 +201,8 @@ class Sparsifier:
         first, learned, self._run.optimizers = mine.first, self._run.weights.learned(), mine.optimizers
         if learned:
             options = self.method.learned_options
-            check_decay(self.method, add_learned(first, learned, options, self._targets[0].parameter))
+            beside = self._targets[0].parameter
+            check_decay(self.method, add_learned(first, learned, options, beside, mine.scheduled))
         self._run.gradients.paused = False
         sharded = any(is_dtensor(t.parameter) for t in self._run.problem.targets)
         if not sharded and hasattr(first, "register_state_dict_post_hook"):
@@ -271,28 +273,7 @@ class Sparsifier:
         From here on nothing guards the zeros: a plain optimizer that trains the model further fills them in, by its
         gradients, momentum and weight decay. To train on and keep them, `Sparsifier.from_sparse(model)`.
         """
-        check_alive(self, "finalize")
-        self._run.guard.look(wait=True)
-        average = next((follower for follower in self._followers if follower.moved_in()), None)
-        if average is None:
-            self._run.check_model(look=True)
-        else:
-            average.become()
-        at = self._run.at
-        if at.step < self.method.sparse_at(at):
-            raise RuntimeError(
-                f"finalize() at step {at.step} of {at.total_steps}: {self.method.name} reaches the target density at "
-                f"step {self.method.sparse_at(at)}; train on, or build the sparsifier with fewer total_steps"
-            )
-        self._notices.unfrozen()
-        self._notices.emptied(self._run)
-        for follower in self._followers:
-            follower.write()  # its last update may be from before the last budget
-        self._final = self.stats, self.layers(), look.path(self._run.weights, self._run.at)
-        self._run.gradients.close()
-        self._run.weights.drop()
-        self._attachment.close()
-        release(self._targets)
+        finalize(self)
 
     def ema(self, decay: float) -> Average:
         """An average of θ and of all other parameters, moved after each step; projected when it is used."""

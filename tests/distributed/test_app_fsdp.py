@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from spartan import Sparsifier
 from spartan.app.train.checkpoint import CheckpointError, checkpoints
 from spartan.app.train.config import from_dict
-from spartan.app.train.parallel import blocks, precision
+from spartan.app.train.parallel import blocks, on_meta, precision
 from spartan.app.train.processes import Processes
 from spartan.app.train.shards import ShardedCheckpoints
 from spartan.app.train.small_images import _digits
@@ -65,6 +65,40 @@ class Residual(nn.Module):
 
 def residual(classes: int) -> nn.Module:
     return Residual(classes).double()
+
+
+class Scaled(Residual):
+    """Has a buffer that no state dict holds."""
+
+    scale: Tensor
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.register_buffer("scale", torch.full((1,), 0.75), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+def noted(classes: int) -> nn.Module:
+    """Leaves a note of where it was built."""
+    model = Scaled(classes).double()
+    device = next(model.parameters()).device.type
+    Path(f"built-by-{os.environ.get('RANK', 0)}-on-{device}").touch()
+    return model
+
+
+def looking(classes: int) -> nn.Module:
+    """Looks at its weights while it is built."""
+    model = Residual(classes)
+    assert float(model.head.weight.abs().sum()) > 0
+    return model
+
+
+def tied(classes: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(classes, classes), nn.Linear(classes, classes))
+    model[1].weight = model[0].weight
+    return model
 
 
 def single(classes: int) -> nn.Module:
@@ -161,6 +195,27 @@ def test_shards_change_nothing_but_rounding(alone: Path, tmp_path: Path, world: 
     assert [processes.out(r) + processes.err(r) for r in range(1, world)] == [""] * (world - 1), "only one speaks"
     assert {p.suffix for p in checkpoints(run)} == {".shards"}
     assert not list((run / "checkpoints").glob("*.tmp"))
+
+
+def test_no_process_but_the_first_builds_the_model_with_its_weights(tmp_path: Path) -> None:
+    """The others have it on the meta device until it is sharded; then each gets its part, and buffers."""
+    sets = (*LEARNS[:-1], f"model={HERE}:noted")
+    launch(tmp_path / "one", 1, *train(*sets))
+    launch(tmp_path / "two", 2, *train(*sets, *FSDP))
+    assert sorted(p.name for p in (tmp_path / "one").glob("built-*")) == ["built-by-0-on-cpu"]
+    built = ["built-by-0-on-cpu", "built-by-0-on-meta", "built-by-1-on-meta"]
+    assert sorted(p.name for p in (tmp_path / "two").glob("built-*")) == built
+    same(tmp_path / "two" / "run", tmp_path / "one" / "run", 1e-12)
+
+
+def test_models_that_need_their_weights_are_built_with_them() -> None:
+    before = torch.get_rng_state()
+    found = on_meta(lambda: residual(4))
+    assert found is not None
+    assert all(p.is_meta for p in found.parameters())
+    assert on_meta(lambda: looking(4)) is None
+    assert on_meta(lambda: tied(4)) is None
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_fewer_test_images_than_processes(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def with_and_without_compiling(rank: int) -> list[dict[str, Tensor]]:
     for kind in (ShardedModel, Compiled):
         torch.manual_seed(0)
         config = from_dict({"parallel": "fsdp2", "sparsity": 0.8})
-        placed = kind(config, Residual(10).double(), Processes(rank, 2, rank), 2)
+        placed = kind(config, Residual(10).double(), Processes(rank, 2, rank), 2, torch.device("cpu"))
         sparsifier = build_sparsifier(config, placed.model, Params(), 6)
         optimizer = torch.optim.SGD(placed.model.parameters(), lr=0.1, momentum=0.9)
         sparsifier.attach(optimizer)

@@ -248,8 +248,9 @@ def test_devices_belong_to_one_process() -> None:
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_batch_norm_over_all_processes_needs_gpus(parallel: str) -> None:
     words = "sync_bn: torch's SyncBatchNorm needs GPUs, and the model is on cpu"
+    recipe = from_dict({"sync_bn": True, "parallel": parallel})
     with pytest.raises(RecipeError, match=words):
-        distribute(from_dict({"sync_bn": True, "parallel": parallel}), torch.nn.Linear(2, 2), Processes(0, 2), 1)
+        distribute(recipe, torch.nn.Linear(2, 2), Processes(0, 2), 1, torch.device("cpu"))
 
 
 def test_copies_are_not_saved_on_the_side() -> None:

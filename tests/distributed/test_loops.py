@@ -47,6 +47,27 @@ def accumulated(rank: int, how: str) -> bool:
     return same(expected, weights(model))
 
 
+def accumulated_in_a_closure(rank: int) -> bool:
+    """The same, where the step is given the second half as a closure, as Lightning does."""
+    expected = run(CASE, "alone")[0][-1]
+    model: Any = shard(CASE.model(), "ddp")
+    _, o = CASE.sparsifier(model)
+    for step in range(STEPS):
+        x, y = batch(step, "ddp")
+        n = len(x) // 2
+
+        def half(x: Tensor = x[n:], y: Tensor = y[n:]) -> float:
+            loss = nn.functional.cross_entropy(model(x), y) / 2
+            loss.backward()
+            return loss.item()
+
+        with model.no_sync():
+            half(x[:n], y[:n])
+        o.step(half)
+        o.zero_grad()
+    return same(expected, weights(model))
+
+
 def static_graph(rank: int) -> bool:
     expected = run(CASE, "alone")[0][-1]
     model = DistributedDataParallel(CASE.model(), static_graph=True)
@@ -257,6 +278,7 @@ def often(rank: int) -> dict[str, bool]:
         "counted": counted(rank),
         "followed": followed(rank),
         "fsdp accumulates": accumulated(rank, "fsdp"),
+        "ddp accumulates in a closure": accumulated_in_a_closure(rank),
         "uneven inputs": uneven_inputs(rank),
         "insured": insured(rank),
         "bytes": little_is_sent(rank),

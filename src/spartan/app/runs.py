@@ -16,7 +16,15 @@ from spartan.methods import entries
 from spartan.wording import shortened
 
 # Keys that say where and how a run is done, not what it computes.
-INCIDENTAL = ("description", "device", "parallel", "checkpoint_epochs", "checkpoint_steps", "checkpoint_async")
+INCIDENTAL = (
+    "description",
+    "device",
+    "parallel",
+    "checkpoint_epochs",
+    "checkpoint_steps",
+    "checkpoint_async",
+    "tracker",
+)
 INCIDENTAL_DATA = ("path", "download", "workers")
 # What a summary has at least, each a number or null.
 FIGURES = [

@@ -58,6 +58,19 @@ def _why(other: Target, excluded: bool, by_name_only: bool, adapted: bool) -> st
     return "embedding" if other.embeds or "embed" in other.attribute else "other"
 
 
+def ask_about_adapters(model: nn.Module, include: Globs) -> None:
+    """Ask what is to be sparse in a model with PEFT's adapters: they, or the weights that they stand beside."""
+    layers = [name for name, module in unwrap(model).named_modules() if "base_layer" in dict(module.named_children())]
+    if include is None and layers:
+        raise ValueError(
+            f"model: PEFT has put adapters beside the weights of {len(layers)} layers ({layers[0]}, …), and what is to be "
+            "sparse has to be said: include='*lora_*' for the adapters (or by their names), include='*base_layer.weight' "
+            "for the weights beside them, after requires_grad_(True), which PEFT has taken from them. A base that is sparse "
+            "already keeps its zeros by itself: train the adapters without a sparsifier, merge them, and call "
+            "spartan.remask(merged, like=base)"
+        )
+
+
 def _has_adapters(model: nn.Module) -> bool:
     """Whether PEFT has put adapters beside the weights of a model, which are frozen then."""
     inner = unwrap(model)

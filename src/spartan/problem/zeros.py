@@ -53,7 +53,7 @@ def _fullest(kept: Tensor, m: int | None) -> Tensor:
 def too_full(problem: Problem, count: UnitCount) -> list[str]:
     """What keeps more than its final budget: the layers that share it, and the fraction of their cost that is gone."""
     found = []
-    for segment in problem.segments:
+    for segment in problem.asked:
         cost = math.fsum(count.kept[i] * problem.unit_costs[i] for i in segment.targets)
         k, m = segment.budget(problem.pattern, 1.0), problem.pattern.rows or 0
         crowded = [i for i in segment.targets if m and count.fullest[i] > m * k / segment.total + 1e-9]

@@ -69,16 +69,46 @@ def load_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer, spa
 
     Build the model, the sparsifier and the optimizer as for a new run, and attach them, before.
     """
+    targets: dict[str, Tensor] = {t.name: t.parameter for t in sparsifier._run.problem.targets}
+    parameters = _model_tensors(model)  # first: it makes FSDP2 let go of whole weights that a forward pass has left
+    parameters |= {t.name: t.parameter for t in _trained(model, optimizer, sparsifier)} | targets
+    state, rest = _read(folder, parameters, targets, "save_sharded")
+    with torch.no_grad():
+        for name, tensor in _model_tensors(model).items():
+            if f"model/{name}" not in state:
+                raise ValueError(f"folder={str(folder)!r} holds no {name}: it belongs to another model")
+            local(tensor).copy_(local(state[f"model/{name}"]))
+    sparsifier.load_state_dict(_nested(state, rest))
+    _load_optimizer(optimizer, sparsifier, model, state, rest)
+
+
+def save_apart(folder: str | Path, sparsifier: "Sparsifier") -> None:
+    """Write a sparsifier's state alone, where somebody else saves the model and the optimizer: each process its part."""
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    state, rest = _flat_sparsifier(sparsifier)
+    with _without_single_process_warning():
+        save(state | {"rest": _as_bytes(rest)}, checkpoint_id=folder)
+
+
+def load_apart(folder: str | Path, sparsifier: "Sparsifier") -> None:
+    """Go on from what `save_apart` wrote; every process must call it."""
+    sparsifier._run.guard.reshard()  # FSDP2 may have left whole weights of a forward pass
+    targets: dict[str, Tensor] = {t.name: t.parameter for t in sparsifier._run.problem.targets}
+    sparsifier.load_state_dict(_nested(*_read(folder, targets, targets, "save_apart")))
+
+
+def _read(
+    folder: str | Path, parameters: Mapping[str, Tensor], targets: Mapping[str, Tensor], writer: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a folder holds: tensors by name, laid out as these parameters are, and plain numbers."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
     found = FileSystemReader(folder).read_metadata().state_dict_metadata
     if "rest" not in found:
-        raise ValueError(f"folder={str(folder)!r} holds no training state of save_sharded(); it has {list(found)[:4]}")
-    targets: dict[str, Tensor] = {t.name: t.parameter for t in sparsifier._run.problem.targets}
-    parameters = _model_tensors(model)  # first: it makes FSDP2 let go of whole weights that a forward pass has left
-    parameters |= {t.name: t.parameter for t in _trained(model, optimizer, sparsifier)} | targets
+        raise ValueError(f"folder={str(folder)!r} holds no training state of {writer}(); it has {list(found)[:4]}")
     state: dict[str, Any] = {}
     for key, entry in found.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -87,14 +117,7 @@ def load_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer, spa
             state[key] = None
     with _without_single_process_warning():
         load(state, checkpoint_id=folder)
-    rest = torch.load(io.BytesIO(state["rest"].cpu().numpy().tobytes()), weights_only=True)
-    with torch.no_grad():
-        for name, tensor in _model_tensors(model).items():
-            if f"model/{name}" not in state:
-                raise ValueError(f"folder={str(folder)!r} holds no {name}: it belongs to another model")
-            local(tensor).copy_(local(state[f"model/{name}"]))
-    sparsifier.load_state_dict(_nested(state, rest))
-    _load_optimizer(optimizer, sparsifier, model, state, rest)
+    return state, torch.load(io.BytesIO(state["rest"].cpu().numpy().tobytes()), weights_only=True)
 
 
 def load_whole(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, sparsifier: "Sparsifier") -> None:
@@ -228,14 +251,8 @@ def _problems(sparsifier: "Sparsifier") -> dict[str, tuple[Problem, int]]:
 
 def _flat(model: nn.Module, optimizer: Optimizer, sparsifier: "Sparsifier") -> dict[str, Any]:
     """Everything by one name each: tensors, and all plain numbers as one object."""
-    state: dict[str, Any] = {f"model/{n}": x for n, x in _model_tensors(model).items()}
-    rest, problems = sparsifier.state_dict(), _problems(sparsifier)
-    for name, saved in rest.pop("weights").items():
-        problem, i = problems[name]
-        state |= {f"weights/{name}/{key}": x for key, x in as_dense(saved, problem.targets[i].shape).items()}
-    for kind in UNITS:
-        for key, by_target in rest.pop(kind).items():
-            state |= {f"units/{kind}.{key}/{name}": _grid(*problems[name], x) for name, x in by_target.items()}
+    own, rest = _flat_sparsifier(sparsifier)
+    state: dict[str, Any] = {f"model/{n}": x for n, x in _model_tensors(model).items()} | own
     rest["optimizer"] = {}
     for trained in _trained(model, optimizer, sparsifier):
         plain = rest["optimizer"].setdefault(trained.name, {})
@@ -245,10 +262,27 @@ def _flat(model: nn.Module, optimizer: Optimizer, sparsifier: "Sparsifier") -> d
             else:
                 plain[key] = value
     rest["param_groups"] = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return state | {"rest": _as_bytes(rest)}
+
+
+def _flat_sparsifier(sparsifier: "Sparsifier") -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of a sparsifier by one name each, and the rest of its state."""
+    state: dict[str, Any] = {}
+    rest, problems = sparsifier.state_dict(), _problems(sparsifier)
+    for name, saved in rest.pop("weights").items():
+        problem, i = problems[name]
+        state |= {f"weights/{name}/{key}": x for key, x in as_dense(saved, problem.targets[i].shape).items()}
+    for kind in UNITS:
+        for key, by_target in rest.pop(kind).items():
+            state |= {f"units/{kind}.{key}/{name}": _grid(*problems[name], x) for name, x in by_target.items()}
+    return state, rest
+
+
+def _as_bytes(rest: dict[str, Any]) -> Tensor:
+    """Plain numbers as a tensor, which every checkpoint takes."""
     file = io.BytesIO()
     torch.save(rest, file)
-    state["rest"] = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-    return state
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
 # ---------------------------------------------------------------------- where it goes

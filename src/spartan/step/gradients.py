@@ -64,11 +64,11 @@ class GradientState:
         self._aside: dict[int, Tensor] = {}  # gradients for θ, by target, while others are accumulated
         self._seen: dict[int, Tensor] = {}  # gradients for w, where a method looks at them
         self._task = [-1]  # the backward at whose end a call is queued; this list stays too
-        self._raw = False  # whether what the last backward accumulated was left as it is
+        self.raw = False  # whether what the last backward accumulated was left as it is
         self._differentiable = False  # whether gradients since the last step are to be differentiated again
         self.paused = False  # whether gradients are none of ours for a while
         self.unused = 0  # gradients that were cleared, one after the other, without a step
-        self._ddp, self._sharded = replicas(model), bool(fsdp_modules(model))
+        self._model, self._sharded = model, bool(fsdp_modules(model))
         self._whole = not any(map(is_dtensor, self._parameters))
         self._handles: list[RemovableHandle] = []
         self._accumulators: list[Node] = []  # what accumulates each gradient; a hook lives as long as they do
@@ -202,12 +202,12 @@ class GradientState:
     def _begin(self, task: int) -> None:
         """The first gradient of a backward is there."""
         reentrant = _inside_checkpoint()
-        if not self._raw and self._task[0] != -1 and not reentrant:
+        if not self.raw and self._task[0] != -1 and not reentrant:
             self._aside = {}  # the last backward failed, and never came to its end
         grad, turned = self._parameters[0].grad, self._kind[0] == TURNED and self._first is not None
         cleared = turned and (grad is None or self._first() is not grad)  # type: ignore[misc]
         self.unused = self.unused + 1 if cleared else self.unused
-        self._task[0], self._raw = task, False
+        self._task[0], self.raw = task, False
         if not any(map(there, map(grad_of, self._parameters))):
             self._kind[:] = [RAW] * len(self._kind)
         self._differentiable = self._differentiable or torch.is_grad_enabled()  # backward(create_graph=True)
@@ -222,9 +222,9 @@ class GradientState:
 
     def _end(self, reentrant: bool) -> None:
         self._task[0] = -1
-        self._raw = reentrant or self.left_for_the_step()
+        self.raw = reentrant or self.left_for_the_step()
         turn = self._turn()
-        if not self._raw and turn is not None and not self.paused:
+        if not self.raw and turn is not None and not self.paused:
             turn()
 
     def left_for_the_step(self) -> bool:
@@ -233,8 +233,9 @@ class GradientState:
         So it is under DDP's `no_sync`, with several processes whose gradients somebody else adds up, in compiled autograd,
         and where gradients are to be differentiated again.
         """
-        if self._ddp is not None:
-            if not self._ddp.require_backward_grad_sync:
+        ddp = replicas(self._model)  # asked anew: accelerate and others wrap a model later
+        if ddp is not None:
+            if not ddp.require_backward_grad_sync:
                 return True
         elif not self._sharded and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             return True

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from spartan.distributed import fsdp_modules, is_dtensor, version
+from spartan.distributed import alike, fsdp_modules, is_dtensor, version
 from spartan.problem.targets import current, some_names
 from spartan.solvers.base import FINE
 from spartan.solvers.theta import copy_all
@@ -252,6 +252,19 @@ class Guard:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+def check_copies(ddp: DistributedDataParallel | None, thetas: Sequence[Tensor]) -> None:
+    """Refuse a DDP that was put around the model later, and gave it the first process's weights, but not its θ."""
+    if ddp is None:
+        return
+    mine = [float(torch.linalg.vector_norm(theta.double())) for theta in thetas]
+    if not alike(mine, ddp.process_group):
+        raise RuntimeError(
+            "DDP was put around the model after the sparsifier was built, and the processes had begun with other weights: "
+            "it copies those of the first to all, but not the dense weights behind them. Build the sparsifier after DDP "
+            "(with accelerate, after prepare()), or the models with the same seed."
+        )
 
 
 def _first_non_finite(tensors: Iterable[tuple[int, Tensor | None]]) -> int | None:

@@ -17,7 +17,7 @@ from spartan.solvers.torch import TorchSolver
 from spartan.step import look
 from spartan.step.clip import JointClip
 from spartan.step.gradients import GradientState, grads_of
-from spartan.step.guard import Guard
+from spartan.step.guard import Guard, check_copies
 from spartan.step.moments import forget_all, forget_units
 from spartan.step.weights import Weights
 
@@ -44,7 +44,7 @@ class Run:
         self.begun = method.begun(problem)
         self._clip = None if method.clip is None else JointClip(self.weights, method.clip)
         self.optimizers: list[Optimizer] = []  # those that are attached
-        self._ddp = replicas(model)
+        self._model, self._ddp = model, replicas(model)
         self._decays = False  # whether what the method declared for the last gradients has a decay
         self.kept: list[int] | None = None  # units kept, where counting takes all processes
         self.sent = self._sent_before = 0  # bytes that processes exchanged for the last choice of masks, and until then
@@ -62,7 +62,8 @@ class Run:
         evaluate = None if closure is None else Evaluation(self, optimizer, mine, closure)
         if evaluate is None:
             self.turn(optimizer, mine)
-        elif self.gradients.left_for_the_step():  # what processes have not added up yet cannot be turned
+        elif self.gradients.raw or self.gradients.left_for_the_step():
+            # What processes have not added up yet cannot be turned; the closure's backward may do so.
             self.check_model()
         else:
             self.backward()  # some optimizers look at gradients before they ask for the loss
@@ -115,7 +116,11 @@ class Run:
 
     def backward(self) -> None:
         """Turn the fresh gradients for w in `.grad` into gradients for θ, in place; missing ones count as zero."""
-        self.guard.check_join(self._ddp)
+        ddp = replicas(self._model)
+        self.guard.check_join(ddp)
+        if ddp is not self._ddp:  # wrapped since
+            self._ddp = ddp
+            check_copies(ddp, [] if self.method.identity else look.thetas(self.weights))
         self.check_model()
         if not self.method.identity and self.gradients.turn_fresh(self._turn) and self._clip is not None:
             self._clip.remember()

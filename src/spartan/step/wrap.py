@@ -7,7 +7,7 @@ every optimizer's step.
 import functools
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ class Attachment:
         self.first: Any = None  # the one that trains the first target
         self.round: set[int] = set()  # by number, those that have stepped since the schedule last advanced
         self.outer: list[Any] = []  # those around them, which call that step
+        self.scheduled = False  # whether a learning-rate scheduler has counted their parameter groups
         self.stepping = False
         self.released = False  # detach() was called: others may do what they like
         self.perturbed = False  # the weights are moved for a while by an optimizer that puts them back, as SAM does
@@ -41,9 +42,10 @@ class Attachment:
 
     def attach(self, optimizers: Sequence[Any], step: Step) -> list[list[int]]:
         """Wrap the steps of optimizers; the targets that each of them trains."""
-        inner = [unwrapped(optimizer) for optimizer in optimizers]
+        each = [part for optimizer in optimizers for part in _parts(optimizer)]
+        inner = [unwrapped(optimizer) for optimizer in each]
         owner = check_optimizers(inner, self.targets)
-        self.optimizers, self.outer = inner, [x for x, y in zip(optimizers, inner, strict=True) if x is not y]
+        self.optimizers, self.outer = inner, [x for x in (*optimizers, *each) if not any(x is y for y in inner)]
 
         def in_step(optimizer: Optimizer, update: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
             self.stepping = True
@@ -68,6 +70,7 @@ class Attachment:
             if _is_sam(optimizer):
                 self._undo.append(_wrap_first_step(optimizer, self))
         self.first = inner[owner[0]]
+        self.scheduled = any(map(is_scheduled, [*inner, *self.outer]))
         return [[i for i, j in enumerate(owner) if j == me] for me in range(len(inner))]
 
     def advances(self, me: int) -> bool:
@@ -139,12 +142,27 @@ def _why_not(optimizer: Optimizer, mine: Attachment, name: str) -> str:
 
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer inside those that pass their step on to it: accelerate's, Lightning's, SAM's, and the like."""
-    while True:
+    *_, innermost = _inwards(optimizer)
+    return innermost
+
+
+def _inwards(optimizer: Any) -> Iterator[Any]:
+    """An optimizer, and those inside it that it passes its step on to."""
+    while optimizer is not None:
+        yield optimizer
         names = ("optimizer", "_optimizer", "base_optimizer") if _is_sam(optimizer) else ("optimizer", "_optimizer")
-        inner = next((x for x in map(getattr(optimizer, "__dict__", {}).get, names) if _steps(x)), None)
-        if inner is None:
-            return optimizer
-        optimizer = inner
+        optimizer = next((x for x in map(getattr(optimizer, "__dict__", {}).get, names) if _steps(x)), None)
+
+
+def is_scheduled(optimizer: Any) -> bool:
+    """Whether a learning-rate scheduler has been built for an optimizer, or for one inside it."""
+    return any(hasattr(each.step, "_wrapped_by_lr_sched") for each in _inwards(optimizer))
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """The optimizers that one passes its step on to, all of them, as torchtitan's container does; or the one itself."""
+    parts = getattr(optimizer, "__dict__", {}).get("optimizers")
+    return list(parts) if isinstance(parts, (list, tuple)) and parts and all(map(_steps, parts)) else [optimizer]
 
 
 def _steps(thing: object) -> bool:
@@ -244,7 +262,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], targets: Sequence[Target])
 
 
 def add_learned(
-    optimizer: Optimizer, learned: list[nn.Parameter], options: Mapping[str, Any], beside: Tensor
+    optimizer: Optimizer, learned: list[nn.Parameter], options: Mapping[str, Any], beside: Tensor, scheduled: bool
 ) -> dict[str, Any]:
     """Give an optimizer a method's own parameters, unless it has them, as a copy does; returns their parameter group.
 
@@ -253,7 +271,7 @@ def add_learned(
     for group in optimizer.param_groups:
         if any(p is learned[0] for p in group["params"]):
             return group
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+    if scheduled:
         raise RuntimeError(
             "this method has learned parameters, which join the optimizer on attach(): attach before building the "
             "learning-rate scheduler, which counts the optimizer's parameter groups"

@@ -159,6 +159,8 @@ class Config:
     checkpoint_steps: int = 0
     # fsdp2: training goes on while a checkpoint is written
     checkpoint_async: bool = False
+    # beside TensorBoard: wandb or mlflow, offline where nothing says otherwise
+    tracker: Literal["none", "wandb", "mlflow"] = "none"
 
     def __post_init__(self) -> None:
         _check_ranges(self)

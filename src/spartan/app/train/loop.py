@@ -26,7 +26,7 @@ from spartan.app.train.data import Data, build_data, seed_of
 from spartan.app.train.distill import Teacher
 from spartan.app.train.metrics import Metrics
 from spartan.app.train.mixing import mix_batch
-from spartan.app.train.parallel import distribute, gathered
+from spartan.app.train.parallel import distribute, gathered, in_shards, on_meta
 from spartan.app.train.processes import Interrupted, StopAgreement, StopSignals, choose_device, current
 from spartan.app.train.setup import (
     build_cost,
@@ -37,6 +37,9 @@ from spartan.app.train.setup import (
     lr_at,
     passes_a_step,
 )
+from spartan.app.train.trackers import check_installed
+from spartan.distributed import local
+from spartan.problem.costs import Cost
 from spartan.wording import first_line
 
 FLUSH_EVERY = 50  # steps between looks at the device
@@ -48,6 +51,7 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         self.config, self.us = config, current()
+        check_installed(config.tracker)
         self.device = choose_device(config.device, self.us)
         seed_everything(config.seed)
         self.data: Data = build_data(config, self.device, self.us)
@@ -55,11 +59,12 @@ class Trainer:
         self.steps_per_epoch = self.data.train_size // config.batch_size
         self.total_steps = config.epochs * self.steps_per_epoch
         self.teacher = Teacher(config, self.build_model(), self.device) if config.distill else None
-        model = load_start(config, self.build_model()).to(self.device)
-        self._check_model(model)
-        cost = build_cost(config, model, self.data.example(self.device))
-        self.parallel = distribute(config, model, self.us, self.accumulate * passes_a_step(config))
+        model, whole = self._models()
+        cost = self._cost(model if whole is None else whole)
+        backwards = self.accumulate * passes_a_step(config)
+        self.parallel = distribute(config, model, self.us, backwards, self.device, whole)
         self.model = self.parallel.model
+        del model, whole  # the first process has all weights no longer
         self.sparsifier = build_sparsifier(config, self.model, cost, self.total_steps)
         self.optimizer = build_optimizer(config, self.model)
         self.sparsifier.attach(self.optimizer)
@@ -81,12 +86,32 @@ class Trainer:
         """A model of the recipe's kind, untrained."""
         return build_model(self.config, self.data.classes, self.data.shape)
 
+    def _models(self) -> tuple[nn.Module, nn.Module | None]:
+        """The model as it is distributed; where that is one without weights, the first process has one with them, too.
+
+        In shards no device holds all of the model: the first process makes the weights in the host's memory.
+        """
+        bare = on_meta(self.build_model) if in_shards(self.config, self.us) else None
+        if bare is None:
+            return load_start(self.config, self.build_model()).to(self.device), None
+        return bare, load_start(self.config, self.build_model()) if self.us.first else None
+
+    def _cost(self, model: nn.Module) -> Cost:
+        """What the budget counts, of a whole model that is found to work."""
+        if in_shards(self.config, self.us):
+            return self.us.decide(lambda: self._cost_of(model))
+        return self._cost_of(model)
+
+    def _cost_of(self, model: nn.Module) -> Cost:
+        self._check_model(model)
+        return build_cost(self.config, model, self.data.example(next(model.parameters()).device))
+
     def _check_model(self, model: nn.Module) -> None:
         """One example through the model, so that a wrong shape is found before anything is written."""
         model.eval()
         try:
             with torch.no_grad(), self._autocast():
-                out = model(self.data.example(self.device))
+                out = model(self.data.example(local(next(model.parameters())).device))
         except (RuntimeError, ValueError, AssertionError, TypeError, IndexError) as error:
             how = "" if self.us.alone else f" with parallel: {self.config.parallel}"
             what = f"{self.data.shape} {self.data.unit}"
@@ -112,7 +137,7 @@ class Trainer:
         agreement = StopAgreement(self.us)
         with (
             StopSignals(launched=not self.us.alone) as signals,
-            Metrics(out, metrics_offset, self.us) as metrics,
+            Metrics(out, metrics_offset, self.us, self.config.tracker, fixed_settings(self.config)) as metrics,
             Display(self.config.epochs, self.total_steps, quiet or not self.us.first) as display,
         ):
             for epoch in range(self.step // self.steps_per_epoch, self.config.epochs):

@@ -1,12 +1,10 @@
-"""Writes metrics: one JSON line a step and an epoch, and TensorBoard. What is on the device stays there until a flush."""
+"""Writes metrics: one JSON line a step and an epoch, and to trackers. What is on the device stays there until a flush."""
 
-import contextlib
 import json
 import math
 import os
 import sys
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from spartan.app.runs import read_metric
 from spartan.app.train.processes import Processes
+from spartan.app.train.trackers import Tracker, shown, trackers
 
 
 def _end_of(path: Path, offset: int) -> int:
@@ -40,26 +39,37 @@ def _end_of(path: Path, offset: int) -> int:
 
 
 class Metrics:
-    """Writes metrics.jsonl and event files; a step only appends to a list.
+    """Writes metrics.jsonl, and to trackers; a step only appends to a list.
 
     Of several processes the first writes; the others give their losses for the mean.
+
+    Args:
+        folder: the run's.
+        offset: where a resumed run's metrics.jsonl goes on.
+        us: the processes.
+        tracker: "none", "wandb" or "mlflow", beside TensorBoard.
+        recipe: what a tracker is told of the run.
     """
 
-    def __init__(self, folder: Path, offset: int | None = None, us: Processes = Processes()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        folder: Path,
+        offset: int | None = None,
+        us: Processes = Processes(),  # noqa: B008
+        tracker: str = "none",
+        recipe: Mapping[str, Any] | None = None,
+    ) -> None:
         self._us = us
         self._pending: list[dict[str, Any]] = []
         self._file: BinaryIO | None = None
-        self._board: Any = None
+        self._trackers: list[Tracker] = []
         self.last_loss = math.nan
         if us.first:
             self._file = (folder / "metrics.jsonl").open("ab")
             if offset is not None:
                 # What a killed run wrote after its last checkpoint will be written again.
                 self._file.truncate(_end_of(folder / "metrics.jsonl", offset))
-            with warnings.catch_warnings(action="ignore"), contextlib.suppress(ImportError):  # where it is installed
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._board = SummaryWriter(str(folder / "tensorboard"))
+            self._trackers = trackers(tracker, folder, recipe or {})
 
     def __enter__(self) -> "Metrics":
         return self
@@ -68,9 +78,10 @@ class Metrics:
         if kind is not None and not self._us.alone:
             self._pending.clear()  # the others may be gone, and no mean can be had without them
         self.sync()
-        for opened in (self._file, self._board):
-            if opened is not None:
-                opened.close()
+        if self._file is not None:
+            self._file.close()
+        for tracker in self._trackers:
+            tracker.close(finished=kind is None)
 
     def step(self, loss: Tensor, **values: Any) -> None:
         """Note a step; numbers may still be on their way."""
@@ -79,8 +90,8 @@ class Metrics:
     def epoch(self, **values: Any) -> None:
         """Write an epoch."""
         self.flush()
-        shown = ("train_loss", "test_loss", "bits_per_byte", "top1", "top5", "images_per_s", "density")
-        self._write({"kind": "epoch", **values}, shown)
+        keys = ("train_loss", "test_loss", "bits_per_byte", "top1", "top5", "images_per_s", "density")
+        self._write({"kind": "epoch", **values}, keys)
         self.sync()
 
     def flush(self) -> None:
@@ -99,15 +110,16 @@ class Metrics:
         for values in steps:
             self._write(values, ("loss", "lr", "target_density", "density", "beta"))
         self.last_loss = steps[-1]["loss"]
+        for tracker in self._trackers:
+            tracker.flush()
 
-    def _write(self, values: dict[str, Any], shown: Sequence[str]) -> None:
-        """A line of the file, and what TensorBoard shows of it."""
+    def _write(self, values: dict[str, Any], keys: tuple[str, ...]) -> None:
+        """A line of the file, and what trackers show of it."""
         if self._file is not None:
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
             self._file.write((json.dumps(finite) + "\n").encode())  # JSON has no NaN: it becomes null
-        for key in shown if self._board is not None else ():
-            if values.get(key) is not None:
-                self._board.add_scalar(f"{values['kind']}/{key}", values[key], values["step"])
+        for tracker in self._trackers:
+            tracker.log(shown(values, keys), values["step"])
 
     def sync(self) -> int:
         """Everything on disk; returns how many bytes the file has."""
@@ -115,5 +127,7 @@ class Metrics:
         if self._file is None:
             return 0
         self._file.flush()
+        for tracker in self._trackers:
+            tracker.flush()
         os.fsync(self._file.fileno())
         return self._file.seek(0, os.SEEK_END)

@@ -21,26 +21,69 @@ from spartan.app.train.checkpoint import Plain
 from spartan.app.train.config import Config, RecipeError
 from spartan.app.train.data import Data
 from spartan.app.train.processes import Processes
-from spartan.distributed import is_dtensor
+from spartan.distributed import is_dtensor, local, own_part
 from spartan.problem.patterns import read_pattern
 from spartan.state.riding import taken_out
 
 
-def distribute(config: Config, model: nn.Module, us: Processes, backwards: int) -> "WholeModel":
+def in_shards(config: Config, us: Processes) -> bool:
+    """Whether each process holds a part of every weight."""
+    return config.parallel == "fsdp2" and not us.alone
+
+
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module | None:
+    """A model without memory for its weights; None where it cannot be had, or two names share a weight."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = build()
+    except (RuntimeError, NotImplementedError, ValueError, TypeError):  # it looks at values while it is built
+        return None
+    every = [*model.parameters(), *model.buffers()]
+    names = list(model.named_parameters(remove_duplicate=False))
+    bare = all(tensor.is_meta for tensor in every) and len(names) == len(list(model.parameters()))
+    return model if bare else None
+
+
+def distribute(
+    config: Config,
+    model: nn.Module,
+    us: Processes,
+    backwards: int,
+    device: torch.device,
+    whole: nn.Module | None = None,
+) -> "WholeModel":
     """The model as these processes train it; `parallel` in the recipe says how, where there are several.
 
-    `backwards` is how many of them a step has.
+    `backwards` is how many of them a step has. A model on the meta device gets its weights from `whole`, which the first
+    process has, once it is sharded.
     """
     if us.alone:
-        return WholeModel(config, model, us, backwards)
-    device = next(model.parameters()).device
+        return WholeModel(config, model, us, backwards, device)
     if config.sync_bn and device.type != "cuda":
         raise RecipeError(
             f"sync_bn: torch's SyncBatchNorm needs GPUs, and the model is on {device.type}; set it to false"
         )
     if config.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return (ShardedModel if config.parallel == "fsdp2" else WholeModel)(config, model, us, backwards)
+    if not in_shards(config, us):
+        return WholeModel(config, model, us, backwards, device)
+    found = ShardedModel(config, model, us, backwards, device)
+    if any(p.is_meta for p in model.parameters()):
+        materialise(found.model, whole, us, device)
+    return found
+
+
+@torch.no_grad()
+def materialise(model: nn.Module, whole: nn.Module | None, us: Processes, device: torch.device) -> None:
+    """Give a sharded model on the meta device its weights, one after the other: each process its part of the first one's."""
+    model.to_empty(device=device)
+    theirs = {} if whole is None else dict([*whole.named_parameters(), *whole.named_buffers()])
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        here = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if us.first:
+            here.copy_(theirs[name])
+        us.copy_(iter([here]))
+        local(tensor).copy_(own_part(tensor, here) if is_dtensor(tensor) else here)
 
 
 class WholeModel:
@@ -49,9 +92,8 @@ class WholeModel:
     Each normalises its own part of a batch, and the first one's running statistics count, unless `sync_bn` is set.
     """
 
-    def __init__(self, config: Config, model: nn.Module, us: Processes, backwards: int) -> None:
-        self.config, self.us, self.backwards = config, us, backwards
-        self.device = next(model.parameters()).device
+    def __init__(self, config: Config, model: nn.Module, us: Processes, backwards: int, device: torch.device) -> None:
+        self.config, self.us, self.backwards, self.device = config, us, backwards, device
         self.compiled = config.compile and self.device.type == "cuda"
         self.model, self.forward = self._prepare(model)
 
@@ -106,7 +148,8 @@ class WholeModel:
 class ShardedModel(WholeModel):
     """Each process holds a part of every weight, and all of a block's for as long as it runs: FSDP2 (`fully_shard`).
 
-    Every forward pass is work of all processes, so all must run equally many. Batch norm is as with copies.
+    Every forward pass is work of all processes, so all must run equally many. Batch norm is as with copies. The model may
+    be on the meta device, and is then without weights until `materialise`.
     """
 
     def _prepare(self, model: nn.Module) -> tuple[nn.Module, Callable[..., Any]]:
