@@ -251,9 +251,9 @@ def _choose_kernel(
         layer.why = "no sparse convolution for CUDA devices"
     elif isinstance(layer, DenseConv2d):
         kernel, why = choose(layer, (1, *shape) if len(shape) == 3 else shape, dtype, kernels)
-        chosen = layer if kernel is None else sparse_layer(layer, kernel)
-        chosen.why = why if seen else f"{why}; without example inputs"
-        replace_module(holder, name, chosen)
+        conv = layer if kernel is None else sparse_layer(layer, kernel)
+        conv.why = why if seen else f"{why}; without example inputs"
+        replace_module(holder, name, conv)
     else:
         parent, _, last = name.rpartition(".")
         parts = 3 if isinstance(holder.get_submodule(parent), Attention) and last == "in_proj" else 1
