@@ -295,3 +295,37 @@ def test_one_kernel_for_all_is_one_layer(tmp_path: Path) -> None:
     for bad in ([0], [True], [2.0]):
         with pytest.raises(ValueError, match="tokens=.*whole numbers of at least 1"):
             accelerate(model, tokens=bad)  # type: ignore[arg-type]
+
+
+class MaybeShifted(nn.Module):
+    """Takes an argument without a default that may be None, as blocks with a cache do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor, shift: Tensor | None) -> Tensor:
+        x = F.relu(self.up(x))
+        return self.down(x if shift is None else x + shift)
+
+
+class Caller(nn.Module):
+    """Calls it both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MaybeShifted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x, None)
+        return self.inner(x, torch.ones(64)) if len(x) > 1 else x
+
+
+@torch.no_grad()
+def test_what_may_be_none_is_not_traced() -> None:
+    model = spartan.prune(Caller(), 0.9)
+    x = torch.randn(4, 32)
+    fast = accelerate(model, "sparse", example_inputs=x[:1])
+    assert isinstance(fast.inner, MaybeShifted), "not its trace, which knows one side of the condition alone"
+    for some in (x[:1], x):
+        assert torch.allclose(fast(some), model(some), atol=1e-5)
