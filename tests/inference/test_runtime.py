@@ -19,7 +19,7 @@ from spartan.inference.convert import _usual_shape, accelerate, explain
 from spartan.inference.cpu import choice, library
 from spartan.inference.cpu.ops import Conv
 from spartan.inference.fuse import fold_batch_norm, fuse, plain_conv
-from spartan.inference.runtime import DenseConv2d, DenseLinear, InferenceLayer, SparseConv2d, SparseLinear
+from spartan.inference.runtime import DenseConv2d, DenseLinear, InferenceLayer, PackedLayer, SparseLinear
 from spartan.inference.stand_ins import Attention, MaxPool
 from tests.torchvision_cpu import torchvision
 
@@ -103,7 +103,7 @@ def test_resnet(name: str, kernels: str) -> None:
     lines = {line.layer: line for line in explain(fast)}
     assert len(lines) == sum(isinstance(m, nn.Conv2d | nn.Linear) for m in model.modules())
     if kernels == "sparse" and library.library():
-        assert all(isinstance(m, SparseConv2d | SparseLinear) for m in fast.modules() if isinstance(m, InferenceLayer))
+        assert all(isinstance(m, PackedLayer) for m in fast.modules() if isinstance(m, InferenceLayer))
         assert lines["layer1.0.conv1"].kernel.startswith("lanes")
         assert "90.0% zeros" in lines["layer1.0.conv1"].why
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from spartan.inference.cpu.choice import choose, sparse_layer
 from spartan.inference.cpu.ops import DTYPES as _CPU_DTYPES
+from spartan.inference.few import ByTokens
 from spartan.inference.fuse import fuse, plain_conv, plain_linear, replace_module
 from spartan.inference.gpu import choice as gpu
 from spartan.inference.gpu.linear import DTYPES as _GPU_DTYPES
@@ -47,6 +48,7 @@ def accelerate(
     kernels: str = "auto",
     device: torch.device | str | None = None,
     example_inputs: Tensor | Sequence[Any] | Mapping[str, Any] | None = None,
+    tokens: Sequence[int] | None = None,
 ) -> M:
     """A copy of the model, for inference, whose linear layers, convolutions and attention run sparse kernels where they win.
 
@@ -63,6 +65,9 @@ def accelerate(
         example_inputs: one call's inputs (a tensor, a tuple of arguments, or a dict of keyword arguments). Layers are
             timed at the shapes seen in it, and the copy is checked against the model on it. Without them layers are
             timed at 256 tokens (on a GPU 8192) or images of 28×28.
+        tokens: numbers of tokens at which linear layers are timed besides. A layer whose fastest kernels differ keeps
+            them all, and takes at each call the one for about as many tokens. By default 1 for a model with a method
+            `generate`, which reads a prompt at once and then token by token; none for others.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
@@ -75,6 +80,10 @@ def accelerate(
     """
     if kernels not in KERNELS:
         raise ValueError(f"kernels={kernels!r}; one of {', '.join(map(repr, KERNELS))} is needed")
+    if tokens is None:
+        tokens = (1,) if callable(getattr(model, "generate", None)) else ()
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in tokens):
+        raise ValueError(f"tokens={tokens!r}; whole numbers of at least 1 are needed")
     fast = copy.deepcopy(model).eval().requires_grad_(False)
     if device is not None:
         fast = fast.to(device)
@@ -93,7 +102,7 @@ def accelerate(
     shapes = {} if example_inputs is None else _shapes(holder, example_inputs)
     for name, layer in list(holder.named_modules()):
         if isinstance(layer, DenseLinear | DenseConv2d):
-            _choose_kernel(holder, name, layer, shapes.get(id(layer)), kernels)
+            _choose_kernel(holder, name, layer, shapes.get(id(layer)), kernels, tokens)
     _restore_unused(holder, given, shapes)
     fast = holder["model"]  # type: ignore[assignment]
     if before is not None:
@@ -116,7 +125,10 @@ def explain(model: nn.Module) -> list[Explanation]:
         'the model: dense (as it was given)'
     """
     found = []
+    inner = {id(part) for layer in model.modules() if isinstance(layer, ByTokens) for part in layer.layers}
     for name, layer in model.named_modules():
+        if id(layer) in inner:
+            continue
         if isinstance(layer, InferenceLayer):
             found.append(Explanation(name or "the model", layer.kernel, layer.why))
         elif isinstance(layer, nn.Linear | nn.Conv2d | nn.MultiheadAttention):
@@ -221,7 +233,12 @@ def _usual_shape(layer: DenseLinear | DenseConv2d) -> tuple[int, ...]:
 
 
 def _choose_kernel(
-    holder: nn.ModuleDict, name: str, layer: DenseLinear | DenseConv2d, seen: Seen | None, kernels: str
+    holder: nn.ModuleDict,
+    name: str,
+    layer: DenseLinear | DenseConv2d,
+    seen: Seen | None,
+    kernels: str,
+    tokens: Sequence[int],
 ) -> None:
     """Put the layer on the kernel that suits it, or leave it as it is, and note why."""
     weight = layer.weight
@@ -232,19 +249,51 @@ def _choose_kernel(
         layer.why = f"no kernel for {dtype}"
     elif _on_gpu(weight) and isinstance(layer, DenseConv2d):
         layer.why = "no sparse convolution for CUDA devices"
+    elif isinstance(layer, DenseConv2d):
+        kernel, why = choose(layer, (1, *shape) if len(shape) == 3 else shape, dtype, kernels)
+        conv = layer if kernel is None else sparse_layer(layer, kernel)
+        conv.why = why if seen else f"{why}; without example inputs"
+        replace_module(holder, name, conv)
     else:
-        chosen: InferenceLayer
-        if isinstance(layer, DenseLinear) and _on_gpu(weight):
-            on_gpu, why = gpu.choose(layer, shape, dtype, kernels)
-            chosen = layer if on_gpu is None else gpu.build(layer, on_gpu)
-        else:
-            shape = (1, *shape) if isinstance(layer, DenseConv2d) and len(shape) == 3 else shape
-            parent, _, last = name.rpartition(".")
-            projections = isinstance(holder.get_submodule(parent), Attention) and last == "in_proj"
-            kernel, why = choose(layer, shape, dtype, kernels, parts=3 if projections else 1)
-            chosen = layer if kernel is None else sparse_layer(layer, kernel)
-        chosen.why = why if seen else f"{why}; without example inputs"
-        replace_module(holder, name, chosen)
+        parent, _, last = name.rpartition(".")
+        parts = 3 if isinstance(holder.get_submodule(parent), Attention) and last == "in_proj" else 1
+        seen_tokens = math.prod(shape[:-1])
+        shapes = {n: (n, weight.shape[1]) for n in tokens} | {seen_tokens: shape}
+        found: list[tuple[int, Any, InferenceLayer]] = []
+        for count in sorted(shapes):
+            kernel, chosen = _linear_on_kernel(layer, shapes[count], dtype, kernels, parts, dict(f[1:] for f in found))
+            if not seen and count == seen_tokens:
+                chosen.why += "; without example inputs"
+            if not found or found[-1][1] != kernel:
+                found.append((count, kernel, chosen))
+        only = found[0][2]
+        replace_module(holder, name, only if len(found) == 1 else ByTokens([(n, part) for n, _, part in found]))
+
+
+def _linear_on_kernel(
+    layer: DenseLinear,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    kernels: str,
+    parts: int,
+    made: Mapping[Any, InferenceLayer],
+) -> tuple[Any, InferenceLayer]:
+    """The kernel for a linear layer at inputs of this shape, and the layer on it: of those that are made, if it is there."""
+    kernel: Any
+    if _on_gpu(layer.weight):
+        kernel, why = gpu.choose(layer, shape, dtype, kernels)
+    else:
+        kernel, why = choose(layer, shape, dtype, kernels, parts)
+    chosen: InferenceLayer
+    if kernel in made:
+        chosen = made[kernel]
+        chosen.why += f"; {why}"
+    elif kernel is None:
+        chosen, layer.why = layer, why
+    else:
+        chosen = gpu.build(layer, kernel) if _on_gpu(layer.weight) else sparse_layer(layer, kernel)
+        chosen.why = why
+    return kernel, chosen
 
 
 @torch.inference_mode()

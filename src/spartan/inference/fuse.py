@@ -86,6 +86,9 @@ def _trace(module: nn.Module) -> fx.Graph | None:
         parameters = inspect.signature(type(module).forward).parameters.values()
         if any(p.default is not p.empty or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
             return None
+        # A trace follows one side of "if … is None", whatever is given later.
+        if any(word in str(p.annotation) for p in parameters for word in ("None", "Optional")):
+            return None
         return _Shallow().trace(module)
     except Exception:  # a forward may fail in any way on a proxy; the module then stays as it is
         return None

@@ -1,8 +1,8 @@
 """The layers of an accelerated model, for inference: each adds bias, activation and (convolutions) a residual in one call.
 
 `DenseLinear` and `DenseConv2d` run torch's dense products; `SparseLinear` and `SparseConv2d` run the CPU kernels on a
-packed weight; `spartan.inference.gpu` has those for CUDA devices. They hold buffers, not parameters, and refuse to
-train or to be differentiated through.
+packed weight; `few.py` has the layers for few tokens, `spartan.inference.gpu` those for CUDA devices. They hold buffers,
+not parameters, and refuse to train or to be differentiated through.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from spartan.inference.cpu.library import library
 from spartan.inference.cpu.ops import ACTIVATIONS, DTYPES, Conv, PackedMatrix, pack, unpack
 
 F = TypeVar("F", bound=Callable[..., Any])
-# How a weight is packed: ("rows", h, g) and ("lanes", h, 1) are the two kernels of kernels.cpp.
+# How a weight is packed: ("rows", h, g) and ("lanes", h, 1) are the kernels of kernels.cpp, ("walk", 16, 1) that of walk.h.
 Kernel = tuple[str, int, int]
 
 
@@ -101,18 +101,46 @@ class DenseConv2d(DenseLayer):
         return ops.conv_torch(x, self.conv, self.weight, self.bias, self.activation, residual)
 
 
-class SparseLayer(InferenceLayer):
-    """A packed weight: `values` and `bias` in float32 whatever the model's type, the rest as in `PackedMatrix`."""
+class PackedLayer(InferenceLayer):
+    """A weight packed for the CPU's kernels: `values` in the type that they read, `bias` in float32."""
+
+    values: Tensor
+    bias: Tensor
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # model.bfloat16() rounds the weights as it would a dense model's; the kernels still read what they can.
+        super()._apply(fn, recurse)
+        self.bias = self.bias.float()
+        if self.values.dtype != torch.bfloat16 or not self.reads_bfloat16():
+            self.values = self.values.float()
+        return self
+
+    def reads_bfloat16(self) -> bool:
+        """Whether the kernel takes the weight in bfloat16."""
+        return True
+
+    def _checked_input(self, x: Tensor, size: int, dim: int) -> Tensor:
+        x = super()._checked_input(x, size, dim)
+        if x.device.type != "cpu" or self.values.device.type != "cpu":
+            raise RuntimeError(f"{type(self).__name__} runs on the CPU; the input is on {x.device}")
+        if x.dtype not in DTYPES:
+            raise ValueError(
+                f"{type(self).__name__} takes float32 and bfloat16, not {x.dtype}; load with kernels='dense'"
+            )
+        return x.contiguous()
+
+
+class SparseLayer(PackedLayer):
+    """A weight in groups of rows and runs of columns: as in `PackedMatrix`."""
 
     starts: Tensor
     runs: Tensor
-    values: Tensor
-    bias: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernel: Kernel, activation: str = "none") -> None:
         super().__init__(activation)
         self.kind, h, g = kernel
-        packed, self._shape = pack(weight.reshape(len(weight), -1), h, g), weight.shape
+        half = weight.dtype == torch.bfloat16 and self.reads_bfloat16()
+        packed, self._shape = pack(weight.reshape(len(weight), -1), h, g, half), weight.shape
         padded = torch.zeros((packed.starts.numel() - 1) * h)
         if bias is not None:
             padded[: packed.outputs] = bias.detach().float()
@@ -124,11 +152,13 @@ class SparseLayer(InferenceLayer):
         self._places: Any = None  # where the kernel finds its inputs, from the first call on
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # model.bfloat16() rounds the weights as it would a dense model's; the kernels still read float32.
         super()._apply(fn, recurse)
-        self.values, self.bias = self.values.float(), self.bias.float()
         self._dense = self._places = None
         return self
+
+    def reads_bfloat16(self) -> bool:
+        """Whether the kernel takes the weight in bfloat16."""
+        return self.kind == "rows"
 
     def packed(self) -> PackedMatrix:
         """The weight as the kernels read it."""
@@ -140,16 +170,6 @@ class SparseLayer(InferenceLayer):
         weight = unpack(self.packed()).reshape(self._shape) if self._dense is None else self._dense
         self._dense = weight if library() is None else None
         return weight
-
-    def _checked_input(self, x: Tensor, size: int, dim: int) -> Tensor:
-        x = super()._checked_input(x, size, dim)
-        if x.device.type != "cpu" or self.values.device.type != "cpu":
-            raise RuntimeError(f"{type(self).__name__} runs on the CPU; the input is on {x.device}")
-        if x.dtype not in DTYPES:
-            raise ValueError(
-                f"{type(self).__name__} takes float32 and bfloat16, not {x.dtype}; load with kernels='dense'"
-            )
-        return x.contiguous()
 
 
 class SparseLinear(SparseLayer):

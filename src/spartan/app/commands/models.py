@@ -12,6 +12,8 @@ from typer import Option
 import spartan
 from spartan.app import bench as measuring
 from spartan.app.commands import RecipeOfFile, SetsOfFile, Target
+from spartan.app.generate import find_decoder
+from spartan.app.generate import generate as generate_tokens
 from spartan.app.terminal import print_table, status_line
 from spartan.app.trained import Trained, find_trained
 from spartan.files import read, save
@@ -157,11 +159,21 @@ def inspect(
 
 def bench(
     target: Target,
-    batch: Annotated[str, Option(metavar="N,M,…", help="How many images at once.")] = "1,8",
+    batch: Annotated[str | None, Option(metavar="N,M,…", help="How many images at once.  [default: 1,8]")] = None,
     threads: Annotated[int | None, Option(metavar="N", min=1, help="How many threads.  [default: one a core]")] = None,
     images: Annotated[
-        int, Option(metavar="N", min=0, help="Compare answers on so many test images at most; 0: on none.")
-    ] = 10_000,
+        int | None,
+        Option(
+            metavar="N", min=0, help="Compare answers on so many test images at most; 0: on none.  [default: 10000]"
+        ),
+    ] = None,
+    generate: Annotated[
+        str | None,
+        Option(metavar="PROMPT|N", help="Tokens a second of a decoder: reads a text, or N tokens, and writes more."),
+    ] = None,
+    length: Annotated[
+        int | None, Option(metavar="N", min=2, help="With --generate: how many tokens to write.  [default: 64]")
+    ] = None,
     compiled: Annotated[bool, Option("--compile", help="Also time the dense model under torch.compile.")] = False,
     onnx: Annotated[bool, Option("--onnx", help="Also time the dense model in ONNX Runtime.")] = False,
     openvino: Annotated[bool, Option("--openvino", help="Also time the dense model in OpenVINO.")] = False,
@@ -178,8 +190,18 @@ def bench(
     spartan bench runs/digits-spartan-0.95-seed0
     spartan bench runs/imp --batch 1,8,64 --threads 1 --compile --onnx
     spartan bench small.safetensors --recipe digits         the recipe says on which images to compare
+    spartan bench runs/bytes-gpt --generate "The "          tokens a second of reading a prompt, and of writing
+    spartan bench llama --generate 512 --length 32          a folder that transformers wrote
     """
-    batches = _batches(batch)
+    if generate is not None:
+        others = {"--batch": batch, "--images": images, "--compile": compiled, "--onnx": onnx, "--openvino": openvino}
+        if given := [name for name, value in others.items() if value not in (None, False)]:
+            raise ValueError(f"{', '.join(given)}: --generate compares eager torch with spartan, one prompt at a time")
+        _bench_generate(target, generate, length or 64, threads, recipe, tuple(sets or ()))
+        return
+    if length is not None:
+        raise ValueError("--length: it says how many tokens --generate writes")
+    batches, images = _batches(batch or "1,8"), 10_000 if images is None else images
     for option in ["--onnx"] * onnx + ["--openvino"] * openvino:
         measuring.check_installed(option)
     wanted = {measuring.COMPILED: compiled, measuring.ONNX: onnx, measuring.OPENVINO: openvino}
@@ -199,6 +221,36 @@ def bench(
     _print_result(result)
     if result.answers is None and images:
         typer.echo("\ntop-1 is not measured: --recipe RECIPE says on which images")
+
+
+def _bench_generate(
+    target: Path, prompt: str, length: int, threads: int | None, recipe: str | None, sets: tuple[str, ...]
+) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads or before)
+        with status_line(f"reading {target}") as tell:
+            decoder = find_decoder(target, recipe, sets)
+            count = torch.get_num_threads()
+            about = f"{count} thread{'s' * (count > 1)}, torch {torch.__version__}, {status()}"
+            result = generate_tokens(decoder, prompt, length, tell)
+    finally:
+        torch.set_num_threads(before)
+    typer.echo(f"{decoder.name}: {decoder.kind}, {decoder.sparsity:.2%} zeros, {about}\n")
+    rows = []
+    for name in result.prefill:
+        cells = []
+        for rates in (result.prefill, result.decode):
+            ratio = "" if name == measuring.EAGER else f" ({rates[name] / rates[measuring.EAGER]:.2f}x)"
+            cells.append(f"{rates[name]:,.4g} tokens/s{ratio}")
+        rows.append([name, *cells])
+    print_table(["", f"reading {result.prompt:,} tokens", f"writing {length:,}"], rows)
+    dense, ours = result.written[measuring.EAGER], result.written[measuring.OURS]
+    same = next((i for i, (a, b) in enumerate(zip(dense, ours, strict=True)) if a != b), length)
+    told = f"the first {same:,} of {length:,} tokens are" if same < length else f"all {length:,} tokens are"
+    typer.echo(f"\n{told} the same, the likeliest taken each time; keys and values of earlier tokens are kept")
+    typer.echo("\nwhat runs each layer: torch (dense) or a sparse kernel; the times are one layer's")
+    print_table(["layer", "kernel", "why"], [[line.layer, line.kernel, line.why] for line in result.kernels])
 
 
 def _print_result(result: measuring.Result) -> None:

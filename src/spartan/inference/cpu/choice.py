@@ -17,9 +17,12 @@ import torch
 from spartan.disk import replace_file
 from spartan.inference.cpu.library import cache_folder, library, status
 from spartan.inference.cpu.ops import stored
+from spartan.inference.cpu.walk import MOST_INPUTS, MOST_TOKENS
+from spartan.inference.few import WalkLinear
 from spartan.inference.runtime import DenseConv2d, DenseLinear, Kernel, SparseConv2d, SparseLinear, name_of
 
 K = TypeVar("K")
+WALK: Kernel = ("walk", 16, 1)
 ROUNDS, WARM_UP, LEAST_SECONDS, MOST_ROUNDS, SHOWN = 7, 2, 0.1, 40, 4
 # Rough rates relative to the best kernel, set by hand after timings on one AVX-512 processor: they only decide which
 # three kernels are timed.
@@ -31,10 +34,11 @@ _RUN_RATE = {8: 1.0, 4: 0.9, 1: 0.75}
 DENSE_ABOVE = 0.7  # with this share of the weight left to multiply, no kernel is worth timing
 
 
-def candidates(layer: DenseLinear | DenseConv2d, parts: int = 1) -> list[tuple[Kernel, float]]:
+def candidates(layer: DenseLinear | DenseConv2d, parts: int = 1, tokens: int = 0) -> list[tuple[Kernel, float]]:
     """Kernels that may suit the weight's zeros, the most promising first, each with the share of the weight it stores.
 
     `parts`: the layer's outputs are also asked for in that many equal parts, which groups of rows must not straddle.
+    `tokens`: of the inputs, where that is known; for a few there is a kernel of its own.
     """
     weight = layer.weight.reshape(len(layer.weight), -1) != 0
     outputs = len(weight)
@@ -50,7 +54,10 @@ def candidates(layer: DenseLinear | DenseConv2d, parts: int = 1) -> list[tuple[K
         share = stored(weight, h, g) / weight.numel()
         rate = _RATE[kind, h] * (_RUN_RATE[g] if kind == "rows" else 1.0)
         found.append((share / rate, (kind, h, g), share))
-    return [(kernel, share) for _, kernel, share in sorted(found)[:3]]
+    best = [(kernel, share) for _, kernel, share in sorted(found)[:3]]
+    if 0 < tokens <= MOST_TOKENS and isinstance(layer, DenseLinear) and weight.shape[1] <= MOST_INPUTS:
+        return [(WALK, float(weight.float().mean())), *best[:2]]
+    return best
 
 
 def choose(
@@ -60,7 +67,8 @@ def choose(
 
     `kernels` is "auto", or "sparse" to leave the dense product out; `parts` is as for `candidates`.
     """
-    zeros, options = layer.zeros, candidates(layer, parts)
+    tokens = 0 if isinstance(layer, DenseConv2d) or library() is None else math.prod(shape[:-1])
+    zeros, options = layer.zeros, candidates(layer, parts, tokens)
     if library() is None:
         return None if kernels == "auto" else options[0][0], f"{zeros:.1%} zeros; {status()}"
     if kernels == "auto":
@@ -95,8 +103,10 @@ def fastest(
     return named[ranked[0]], f"{zeros:.1%} zeros, input {'×'.join(map(str, shape))}: {rest}{note}"
 
 
-def sparse_layer(layer: DenseLinear | DenseConv2d, kernel: Kernel) -> SparseLinear | SparseConv2d:
+def sparse_layer(layer: DenseLinear | DenseConv2d, kernel: Kernel) -> SparseLinear | SparseConv2d | WalkLinear:
     """The layer on a sparse kernel."""
+    if kernel == WALK:
+        return WalkLinear(layer.weight, layer.bias, layer.activation)
     if isinstance(layer, DenseConv2d):
         return SparseConv2d(layer.weight, layer.bias, layer.conv, kernel, layer.activation)
     return SparseLinear(layer.weight, layer.bias, kernel, layer.activation)

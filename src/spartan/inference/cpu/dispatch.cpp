@@ -71,7 +71,7 @@ int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Groups a task takes: weights that stay in the second-level cache, and tasks enough for the threads to end together.
 void cut(Job* job, int64_t threads) {
-  const int64_t entries = job->starts[job->groups], bytes = entries * (4 * job->h * job->g + 4);
+  const int64_t entries = job->starts[job->groups], bytes = entries * ((job->half ? 2 : 4) * job->h * job->g + 4);
   int64_t chunks = bytes ? up(bytes, 512 << 10) : 1;
   const int64_t others = job->tiles * job->images;
   if (threads > 1 && chunks * others < 6 * threads) chunks = up(6 * threads, others);
@@ -153,7 +153,7 @@ extern "C" {
 
 #define PUBLIC __attribute__((visibility("default")))
 
-PUBLIC int64_t spartan_version() { return 2; }
+PUBLIC int64_t spartan_version() { return 3; }
 PUBLIC const char* spartan_isa() { return kernels->name; }
 // For tests and for measuring: 0 if this processor cannot run it.
 PUBLIC int64_t spartan_use_isa(int64_t level) {
@@ -175,19 +175,76 @@ PUBLIC void spartan_use_openmp(Parallel parallel) { openmp = parallel; }
 PUBLIC int64_t spartan_lane_pitch(int64_t h) { return kernels->widest(h) * kernels->vector; }
 
 // Each returns 0, or 1 when there is no memory for the scratch.
-// `rows` says which of the two kernels; without it g is 1.
+// `rows` says which of the two kernels; without it g is 1 and the values are floats (`half`: bfloat16).
 PUBLIC int64_t spartan_linear(const void* x, void* y, const float* bias, const int32_t* starts, const int32_t* index,
-                              const float* values, int64_t rows, int64_t tokens, int64_t inputs, int64_t outputs, int64_t h,
+                              const void* values, int64_t rows, int64_t half, int64_t tokens, int64_t inputs, int64_t outputs, int64_t h,
                               int64_t g, int64_t activation, int64_t bf16, int64_t threads) {
   Job job = {};
   job.x = x, job.y = y, job.bias = bias, job.starts = starts, job.index = index, job.values = values;
   job.tokens = tokens, job.inputs = inputs, job.outputs = outputs, job.h = h, job.g = g;
-  job.activation = activation, job.bf16 = bf16, job.images = 1;
+  job.activation = activation, job.bf16 = bf16, job.half = half, job.images = 1;
   job.groups = up(outputs, h);
   job.tile = job.pitch = rows ? kernels->rows_tile(h) : spartan_lane_pitch(h);
   job.rearrange = rows ? kernels->rows_pack : kernels->tokens_pack;
   job.multiply = rows ? kernels->rows_multiply : kernels->tokens_multiply;
   return linear(&job, up(inputs, g) * g, threads);
+}
+
+// One token or a few, see walk.h; more are taken a few at a time.
+PUBLIC int64_t spartan_walk(const void* x, void* y, const float* bias, const int32_t* starts, const int32_t* rows,
+                            const uint16_t* windows, const uint8_t* places, const void* values, int64_t tokens, int64_t inputs,
+                            int64_t outputs, int64_t half, int64_t activation, int64_t bf16, int64_t threads) {
+  Job job = {};
+  job.bias = bias, job.starts = starts, job.index = rows, job.windows = windows, job.places = places, job.values = values;
+  job.inputs = inputs, job.outputs = outputs, job.half = half, job.activation = activation, job.bf16 = bf16;
+  job.groups = up(outputs, 16);
+  job.pitch = up(inputs, 16) * 16 + 128;  // a window may reach beyond the last input
+  const int64_t most = kernels->walk_most(), bytes = bf16 ? 2 : 4;
+  // Eight tasks a thread, so that threads end together; of whole 128 rows where there are many, or two threads would
+  // write to the same lines of y: these rows are stored in an order of their own.
+  const int64_t chunk = up(job.groups, 8 * threads);
+  job.chunk = chunk > 8 ? up(chunk, 8) * 8 : chunk;
+  job.pack = scratch.take((tokens < most ? tokens <= 3 ? tokens : most : most) * job.pitch);
+  if (!job.pack) return 1;
+  for (int64_t first = 0; first < tokens; first += most) {
+    job.tokens = tokens - first < most ? tokens - first : most;
+    job.x = static_cast<const char*>(x) + first * inputs * bytes;
+    job.y = static_cast<char*>(y) + first * outputs * bytes;
+    // To wake the other threads takes longer than to copy a token.
+    run(&job, kernels->walk_pack, up(inputs, 512), job.tokens > 2 ? threads : 1);
+    run(&job, kernels->walk_multiply, up(job.groups, job.chunk), threads);
+  }
+  return 0;
+}
+
+// Packs for spartan_walk: rows `begin` to `end` of the list of weights, whose columns are given, 16 rows a group. Returns the
+// number of slots; with `starts` it also fills in all that follows, `sources` with each value's number in the list, or −1.
+PUBLIC int64_t spartan_walk_slots(const int64_t* begin, const int64_t* end, const int32_t* columns, int64_t groups,
+                                  int32_t* starts, uint16_t* windows, uint8_t* places, int64_t* sources) {
+  int64_t slots = 0;
+  for (int64_t g = 0; g < groups; g++, begin += 16, end += 16) {
+    int64_t at[16];
+    for (int k = 0; k < 16; k++) at[k] = begin[k];
+    if (starts) starts[g] = static_cast<int32_t>(slots);
+    for (;; slots++) {
+      int64_t first = INT64_MAX;
+      for (int k = 0; k < 16; k++)
+        if (at[k] < end[k] && columns[at[k]] < first) first = columns[at[k]];
+      if (first == INT64_MAX) break;
+      const int64_t low = first / 16 * 16;
+      if (starts) windows[slots] = static_cast<uint16_t>(low / 16);
+      for (int k = 0; k < 16; k++) {
+        const bool take = at[k] < end[k] && columns[at[k]] < low + 128;
+        if (starts) sources[slots * 16 + k] = take ? at[k] : -1;
+        at[k] += take;
+        // A row without a weight here repeats the place of its last one, where the window still has it.
+        const int64_t place = at[k] > begin[k] ? columns[at[k] - 1] - low : -1;
+        if (starts) places[slots * 16 + k] = static_cast<uint8_t>(place >= 0 ? place : 128);
+      }
+    }
+  }
+  if (starts) starts[groups] = static_cast<int32_t>(slots);
+  return slots;
 }
 
 // geometry: images, channels, height, width, stride (2), padding (2), phases (2), rows_q, pitch, plane, out_h, out_w, direct

@@ -8,7 +8,7 @@ enum Activation { NONE = 0, RELU = 1, GELU = 2, GELU_TANH = 3, SILU = 4 };
 struct Job;
 typedef void (*Task)(struct Job*, int64_t task, int64_t slot);
 
-// The weight, in both kernels: rows are taken h at a time; `starts` bounds each group's entries, an entry being one
+// The weight, in "rows" and "lanes": rows are taken h at a time; `starts` bounds each group's entries, an entry being one
 // column (or g columns in a row) in which some row of the group is not zero. `values` holds h·g numbers an entry.
 struct Job {
   const void* x;
@@ -17,7 +17,10 @@ struct Job {
   const void* residual;   // like y, or null; added before the activation
   const int32_t* starts;  // groups + 1
   const int32_t* index;   // "rows": granule number; "lanes": offset of the column's first lane in the packed input
-  const float* values;    // "rows": [entry][g][h]; "lanes": [entry][h]
+  const void* values;     // "rows": [entry][g][h]; "walk": [slot][16]; "lanes": [entry][h], floats
+  int64_t half;           // "rows" and "walk": the values are bfloat16
+  const uint8_t* places;  // "walk" only, as `windows`: see walk.h; `index` is then the output of each row
+  const uint16_t* windows;
   float* pack;            // scratch for the rearranged input
   int64_t outputs, groups, h, g, activation, bf16;
   int64_t chunk, chunks;  // groups a task takes, and how many such chunks there are
@@ -43,6 +46,7 @@ struct Kernels {
   int64_t vector;               // floats in a vector
   int64_t (*widest)(int64_t h);  // vectors in the widest tile of lanes
   int64_t (*rows_tile)(int64_t h);
-  Task rows_pack, rows_multiply, tokens_pack, tokens_multiply, image_pack, image_multiply;
+  int64_t (*walk_most)();        // tokens that one pass of "walk" takes
+  Task rows_pack, rows_multiply, tokens_pack, tokens_multiply, image_pack, image_multiply, walk_pack, walk_multiply;
 };
 #endif

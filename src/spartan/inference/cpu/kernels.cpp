@@ -4,7 +4,8 @@
 //        packed input number is broadcast against h weights. Stores straight to token-major y.
 // lanes: pixels or tokens lie in the lanes. For single weights and for convolutions: h outputs × a few vectors of lanes
 //        stay in registers, each weight is broadcast against a run of the packed input.
-#include "vectors.h"
+// walk:  for one token or a few; in walk.h.
+#include "walk.h"
 
 #ifndef SPARTAN_ISA
 #define SPARTAN_ISA portable
@@ -22,35 +23,50 @@ INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // acc[m][v] += x[m][k] · w[k][v] over all entries of one group. x is packed [granule][M][G].
 // An alignment does not survive as part of a template's argument, hence a type that names both.
-struct Full { typedef vf V; typedef vfu U; };
-struct Eight { typedef v8 V; typedef v8u U; };
+struct Full { typedef vf V; typedef vfu U; typedef vhu H; typedef vw I; };
+struct Eight { typedef v8 V; typedef v8u U; typedef h8u H; typedef w8 I; };
 
-template <class T, int M, int NV, int G>
-void rows_block(const float* x, const int32_t* granule, const float* w, int64_t n, int64_t h, const float* bias, float* out,
-                int64_t pitch) {
+template <class T> INLINE typename T::V widened(const void* w, int64_t at, bool half) {
+  typedef typename T::V V;
+  if (half) return (V)(__builtin_convertvector(*(const typename T::H*)((const uint16_t*)w + at), typename T::I) << 16);
+  return *(const typename T::U*)((const float*)w + at);
+}
+
+// Where a token or two make the weights' way from memory the longest, they are asked for ahead, and U partial sums each
+// keep one addition from waiting for the other.
+template <class T, int M, int NV, int G, bool HALF>
+void rows_block(const float* x, const int32_t* granule, const void* w, int64_t at, int64_t n, int64_t h, const float* bias,
+                float* out, int64_t pitch) {
   typedef typename T::V V;
   typedef typename T::U VU;
-  constexpr int L = sizeof(V) / 4;
-  V acc[M][NV];
+  constexpr int L = sizeof(V) / 4, U = M * NV <= 2 && G > 1 ? 2 : 1, BYTES = HALF ? 2 : 4;
+  V acc[U][M][NV] = {};
   UNROLL for (int m = 0; m < M; m++) {
-    UNROLL for (int v = 0; v < NV; v++) acc[m][v] = *(const VU*)(bias + L * v);
+    UNROLL for (int v = 0; v < NV; v++) acc[0][m][v] = *(const VU*)(bias + L * v);
   }
-  for (int64_t j = 0; j < n; j++, w += G * h) {
+  for (int64_t j = 0; j < n; j++, at += G * h) {
     const float* xs = x + (int64_t)granule[j] * (M * G);
     UNROLL for (int k = 0; k < G; k++) {
       V ws[NV];
-      UNROLL for (int v = 0; v < NV; v++) ws[v] = *(const VU*)(w + k * h + L * v);
+      UNROLL for (int v = 0; v < NV; v++) {
+        if (M <= 2 && (k + v) * L * BYTES % 64 == 0) __builtin_prefetch((const char*)w + (at + k * h + L * v) * BYTES + 4096);
+        ws[v] = widened<T>(w, at + k * h + L * v, HALF);
+      }
       UNROLL for (int m = 0; m < M; m++) {
-        UNROLL for (int v = 0; v < NV; v++) acc[m][v] += xs[m * G + k] * ws[v];
+        UNROLL for (int v = 0; v < NV; v++) acc[k % U][m][v] += xs[m * G + k] * ws[v];
       }
     }
   }
   UNROLL for (int m = 0; m < M; m++) {
-    UNROLL for (int v = 0; v < NV; v++) *(VU*)(out + m * pitch + L * v) = acc[m][v];
+    UNROLL for (int v = 0; v < NV; v++) {
+      V sum = acc[0][m][v];
+      if (U > 1) sum += acc[U - 1][m][v];
+      *(VU*)(out + m * pitch + L * v) = sum;
+    }
   }
 }
 
-typedef void (*RowsBlock)(const float*, const int32_t*, const float*, int64_t, int64_t, const float*, float*, int64_t);
+typedef void (*RowsBlock)(const float*, const int32_t*, const void*, int64_t, int64_t, int64_t, const float*, float*, int64_t);
 
 // How many tokens share a tile: as many as the registers hold, and small tiles for what is left over.
 #if VL == 16
@@ -63,27 +79,27 @@ int64_t rows_tile(int64_t h) { return h == 8 ? M8 : M16; }
 int64_t strip(int64_t h) { return h == 8 ? 8 : 16; }
 #endif
 
-template <class T, int FULL, int NV, int G> RowsBlock rows_sized(int64_t m) {
+template <class T, int FULL, int NV, int G, bool HALF> RowsBlock rows_sized(int64_t m) {
   switch (m) {
-    case 1: return rows_block<T, 1, NV, G>;
-    case 2: return rows_block<T, 2, NV, G>;
-    case 4: return rows_block<T, 4, NV, G>;
-    case 8: return rows_block<T, FULL < 8 ? FULL : 8, NV, G>;
-    default: return rows_block<T, FULL, NV, G>;
+    case 1: return rows_block<T, 1, NV, G, HALF>;
+    case 2: return rows_block<T, 2, NV, G, HALF>;
+    case 4: return rows_block<T, 4, NV, G, HALF>;
+    case 8: return rows_block<T, FULL < 8 ? FULL : 8, NV, G, HALF>;
+    default: return rows_block<T, FULL, NV, G, HALF>;
   }
 }
-template <int G> RowsBlock rows_high(int64_t h, int64_t m) {
+template <int G, bool HALF> RowsBlock rows_high(int64_t h, int64_t m) {
 #if VL == 16
-  if (h == 16) return rows_sized<Full, M16, 1, G>(m);
-  if (h == 32) return rows_sized<Full, M32, 2, G>(m);
-  if (h == 64) return rows_sized<Full, M64, 4, G>(m);
+  if (h == 16) return rows_sized<Full, M16, 1, G, HALF>(m);
+  if (h == 32) return rows_sized<Full, M32, 2, G, HALF>(m);
+  if (h == 64) return rows_sized<Full, M64, 4, G, HALF>(m);
 #else
-  if (h >= 16) return rows_sized<Full, M16, 2, G>(m);
+  if (h >= 16) return rows_sized<Full, M16, 2, G, HALF>(m);
 #endif
-  return rows_sized<Eight, M8, 1, G>(m);
+  return rows_sized<Eight, M8, 1, G, HALF>(m);
 }
-RowsBlock rows_of(int64_t h, int64_t g, int64_t m) {
-  return g == 8 ? rows_high<8>(h, m) : g == 4 ? rows_high<4>(h, m) : rows_high<1>(h, m);
+template <bool HALF> RowsBlock rows_of(int64_t h, int64_t g, int64_t m) {
+  return g == 8 ? rows_high<8, HALF>(h, m) : g == 4 ? rows_high<4, HALF>(h, m) : rows_high<1, HALF>(h, m);
 }
 
 // Tokens that the tile starting at t computes: the full tile, or the smallest size that covers the rest.
@@ -122,7 +138,7 @@ void rows_multiply(Job* job, int64_t task, int64_t) {
   const int64_t first = task / job->tiles * job->chunk, last = least(first + job->chunk, job->groups), step = strip(h);
   const int64_t tokens = least(m, job->tokens - t0);
   const float* x = job->pack + t0 * ((job->inputs + g - 1) / g * g);
-  const RowsBlock block = rows_of(h, g, m);
+  const RowsBlock block = job->half ? rows_of<true>(h, g, m) : rows_of<false>(h, g, m);
   float scratch[16 * 64];
   for (int64_t r = first; r < last; r++) {
     const int64_t a = job->starts[r], entries = job->starts[r + 1] - a, width = least(h, n - r * h);
@@ -130,7 +146,7 @@ void rows_multiply(Job* job, int64_t task, int64_t) {
     float* out = straight ? (float*)job->y + t0 * n + r * h : scratch;
     const int64_t pitch = straight ? n : h;
     for (int64_t c = 0; c < h; c += step)
-      block(x, job->index + a, job->values + a * g * h + c, entries, h, job->bias + r * h + c, out + c, pitch);
+      block(x, job->index + a, job->values, a * g * h + c, entries, h, job->bias + r * h + c, out + c, pitch);
     for (int64_t i = 0; i < tokens; i++) {
       if (job->activation != NONE) activate_run(out + i * pitch, h, job->activation);
       if (!straight) write_run(job->y, (t0 + i) * n + r * h, out + i * h, width, job->bf16);
@@ -206,7 +222,7 @@ INLINE void lanes_group(const Job* job, int64_t r, const float* x, int64_t p, in
   for (int64_t i = 0; i < rows;) {
     int64_t m = HIGHEST;
     while (m > rows - i) m /= 2;
-    lanes_of(m, p)(x, job->index + a, job->values + a * h + i, n, h, job->bias + r * h + i,
+    lanes_of(m, p)(x, job->index + a, (const float*)job->values + a * h + i, n, h, job->bias + r * h + i,
                    residual ? residual + i * pitch : residual, rectify, out + i * pitch, pitch);
     i += m;
   }
@@ -338,4 +354,5 @@ void image_multiply(Job* job, int64_t task, int64_t) {
 }  // namespace
 
 extern "C" __attribute__((visibility("hidden"))) const Kernels NAME(SPARTAN_ISA) = {
-    TEXT(SPARTAN_ISA), VL, widest, rows_tile, rows_pack, rows_multiply, tokens_pack, tokens_multiply, image_pack, image_multiply};
+    TEXT(SPARTAN_ISA), VL, widest, rows_tile, walk_most, rows_pack, rows_multiply, tokens_pack, tokens_multiply, image_pack, image_multiply,
+    walk_pack, walk_multiply};

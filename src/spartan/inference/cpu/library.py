@@ -14,7 +14,7 @@ from pathlib import Path
 from spartan.inference.cpu import build
 
 PACKAGED = Path(__file__).parent / "_kernels.so"
-VERSION = 2  # spartan_version() in dispatch.cpp
+VERSION = 3  # spartan_version() in dispatch.cpp
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -50,7 +50,10 @@ def _open(path: Path) -> ctypes.CDLL:
     library.spartan_use_isa.argtypes, library.spartan_use_isa.restype = [_I], _I
     library.spartan_use_openmp.argtypes = [_P]
     library.spartan_lane_pitch.argtypes, library.spartan_lane_pitch.restype = [_I], _I
-    library.spartan_linear.argtypes, library.spartan_linear.restype = [_P] * 6 + [_I] * 9, _I
+    library.spartan_linear.argtypes, library.spartan_linear.restype = [_P] * 6 + [_I] * 10, _I
+    library.spartan_walk.argtypes, library.spartan_walk.restype = [_P] * 8 + [_I] * 7, _I
+    slots = library.spartan_walk_slots
+    slots.argtypes, slots.restype = [_P] * 3 + [_I] + [_P] * 4, _I
     library.spartan_conv.argtypes, library.spartan_conv.restype = [_P] * 8 + [_I] * 5, _I
     # Torch's own pool of threads: a second one would fight with it for the cores. Where there is no OpenMP with that
     # entry in this process, the library starts threads by itself.

@@ -36,7 +36,7 @@ class PackedMatrix:
 
     starts: Tensor  # int32, groups + 1
     runs: Tensor  # int32, the number of each entry's run of columns
-    values: Tensor  # float32 [entries, g, h]
+    values: Tensor  # float32 or, for the kernel "rows", bfloat16 [entries, g, h]
     outputs: int
     inputs: int
 
@@ -58,8 +58,8 @@ def in_blocks(weight: Tensor, h: int, g: int) -> Tensor:
     return padded.reshape(padded.shape[0] // h, h, padded.shape[1] // g, g)
 
 
-def pack(weight: Tensor, h: int, g: int) -> PackedMatrix:
-    """The matrix in groups of h rows and runs of g columns.
+def pack(weight: Tensor, h: int, g: int, half: bool = False) -> PackedMatrix:
+    """The matrix in groups of h rows and runs of g columns; values in float32, or with `half` in bfloat16.
 
     Example:
         >>> packed = pack(torch.eye(4), 2, 2)
@@ -68,7 +68,7 @@ def pack(weight: Tensor, h: int, g: int) -> PackedMatrix:
         >>> bool((unpack(packed) == torch.eye(4)).all())
         True
     """
-    tiles = in_blocks(weight.detach().float().cpu(), h, g)
+    tiles = in_blocks(weight.detach().to(torch.bfloat16 if half else torch.float32).cpu(), h, g)
     # NaN counts: it is not zero.
     group, run = (tiles != 0).any(3).any(1).nonzero(as_tuple=True)
     counts = torch.bincount(group, minlength=tiles.shape[0])
@@ -79,10 +79,10 @@ def pack(weight: Tensor, h: int, g: int) -> PackedMatrix:
 
 
 def unpack(packed: PackedMatrix) -> Tensor:
-    """The dense matrix, float32."""
+    """The dense matrix, of the values' type."""
     groups, h, g = packed.starts.numel() - 1, packed.h, packed.g
     runs = -(-packed.inputs // g)
-    tiles = torch.zeros(groups, h, runs, g)
+    tiles = packed.values.new_zeros(groups, h, runs, g)
     group = torch.repeat_interleave(torch.arange(groups), packed.starts.diff().long())
     tiles[group, :, packed.runs.long(), :] = packed.values.transpose(1, 2)
     return tiles.reshape(groups * h, runs * g)[: packed.outputs, : packed.inputs].contiguous()
@@ -166,7 +166,7 @@ def lay_out_conv(conv: Conv, packed: PackedMatrix, height: int, width: int, dtyp
 
 def linear_places(kind: str, packed: PackedMatrix) -> Tensor:
     """Where a kernel of `linear` finds each entry's inputs: the number of their run, or their offset among the lanes."""
-    return packed.runs if kind == "rows" else packed.runs * _kernels().spartan_lane_pitch(packed.h)
+    return packed.runs if kind == "rows" else packed.runs * compiled().spartan_lane_pitch(packed.h)
 
 
 def linear(kind: str, x: Tensor, packed: PackedMatrix, places: Tensor, bias: Tensor, activation: str) -> Tensor:
@@ -182,8 +182,9 @@ def linear(kind: str, x: Tensor, packed: PackedMatrix, places: Tensor, bias: Ten
         activation: a key of `ACTIVATIONS`.
     """
     y = x.new_empty(*x.shape[:-1], packed.outputs)
-    sizes = [kind == "rows", x.numel() // packed.inputs, packed.inputs, packed.outputs, packed.h, packed.g]
-    _run("spartan_linear", x, (y, bias, packed.starts, places, packed.values), sizes, activation)
+    half = packed.values.dtype == torch.bfloat16
+    sizes = [kind == "rows", half, x.numel() // packed.inputs, packed.inputs, packed.outputs, packed.h, packed.g]
+    call_kernel("spartan_linear", x, (y, bias, packed.starts, places, packed.values), sizes, activation)
     return y
 
 
@@ -194,19 +195,22 @@ def conv2d(
     y = x.new_empty(x.shape[0], packed.outputs, *layout.out_size)
     geometry = (ctypes.c_int64 * 16)(x.shape[0], *layout.geometry)
     others = (y, bias, residual, packed.starts, layout.offsets, packed.values)
-    _run("spartan_conv", x, others, [geometry, packed.outputs, packed.h], activation)
+    call_kernel("spartan_conv", x, others, [geometry, packed.outputs, packed.h], activation)
     return y
 
 
-def _run(kernel: str, x: Tensor, others: Sequence[Tensor | None], sizes: Sequence[object], activation: str) -> None:
+def call_kernel(
+    kernel: str, x: Tensor, others: Sequence[Tensor | None], sizes: Sequence[object], activation: str
+) -> None:
     """Call a kernel with the input, the other tensors and their sizes."""
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (x, *others)]
     how = (ACTIVATIONS[activation][0], x.dtype == torch.bfloat16, torch.get_num_threads())
-    if getattr(_kernels(), kernel)(*pointers, *sizes, *how):
+    if getattr(compiled(), kernel)(*pointers, *sizes, *how):
         raise MemoryError("a sparse layer found no memory for its rearranged input")
 
 
-def _kernels() -> ctypes.CDLL:
+def compiled() -> ctypes.CDLL:
+    """The compiled kernels; RuntimeError where there are none."""
     found = library()
     if found is None:
         raise RuntimeError(f"the compiled kernels are not there ({status()}); use linear_torch or conv_torch")

@@ -18,6 +18,8 @@ typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint16_t vh __attribute__((vector_size(VL * 2)));
 typedef uint16_t vhu __attribute__((vector_size(VL * 2), aligned(2)));
 typedef uint32_t vw __attribute__((vector_size(VL * 4)));
+typedef uint16_t h8u __attribute__((vector_size(16), aligned(2)));
+typedef uint32_t w8 __attribute__((vector_size(32)));
 typedef float v8 __attribute__((vector_size(32)));
 typedef float v8u __attribute__((vector_size(32), aligned(4)));
 

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from spartan.inference.cpu.choice import DENSE_ABOVE, fastest, measured
 from spartan.inference.gpu import linear
+from spartan.inference.gpu.few import MOST_TOKENS, ScatterKernel, ScatterLinear, SplitTileKernel, SplitTileLinear
 from spartan.inference.gpu.linear import DeviceLinear, Launch, SemiStructuredLinear, TileLinear, two_of_four
 from spartan.inference.gpu.tiles import Tiling, blocks_of, plan
 from spartan.inference.runtime import DenseLinear
 
-VERSION = 2  # of the kernel: times of another do not count
+VERSION = 3  # of the kernel: times of another do not count
 CALLS, ROUNDS, TILINGS_TIMED = 10, 5, 2
 TILINGS = [
     *(Tiling(n, 64, 64, 64) for n in (64, 128)),
@@ -36,6 +37,9 @@ LAUNCHES = [
     Launch(128, 8, 3, 128, "async"),
     Launch(64, 4, 3, 512, "async"),
 ]
+# For one to 64 tokens; not yet timed on a device, so all of them are offered and the measurement decides.
+SCATTERS = [ScatterKernel(lanes, 128, splits, 4) for lanes in (16, 32) for splits in (1, 4)]
+SPLITS, FEW_ZEROS = (1, 2, 4, 8), 0.8
 # Rates for `estimate`, in bytes and multiplications a second, of one H200: they only decide which tilings are timed.
 _FROM_L2, _TO_MEMORY, _PRODUCTS, _STEP = 5.5e12, 4e12, 3e14, 3e-12
 
@@ -49,6 +53,9 @@ class TileKernel:
 
     def __str__(self) -> str:
         return f"tiles {self.tiling}, {self.launch}"
+
+
+DeviceKernel = TileKernel | ScatterKernel | SplitTileKernel
 
 
 def estimate(keep: Tensor, tiling: Tiling, shape: tuple[int, int]) -> tuple[float, float]:
@@ -109,8 +116,18 @@ def tile_kernels(tilings: Sequence[Tiling], launches: Sequence[Launch], size: in
     return [TileKernel(t, launch) for t in tilings for launch in launches if fits(t, launch, size)]
 
 
-def build(layer: DenseLinear, kernel: TileKernel | str) -> DeviceLinear:
-    """The layer on a kernel: on tiles, or "2:4"."""
+def few_kernels(weight: Tensor, tilings: Sequence[Tiling]) -> list[ScatterKernel | SplitTileKernel]:
+    """Kernels for one to 64 tokens: the tilings shared out among programs or, where there are none, single weights."""
+    split = [SplitTileKernel(tiling, splits, 4, 3) for tiling in tilings for splits in SPLITS]
+    return [*split] if split or float((weight == 0).float().mean()) < FEW_ZEROS else [*SCATTERS]
+
+
+def build(layer: DenseLinear, kernel: DeviceKernel | str) -> DeviceLinear:
+    """The layer on a kernel: on tiles, for few tokens, or "2:4"."""
+    if isinstance(kernel, ScatterKernel):
+        return ScatterLinear(layer.weight, layer.bias, kernel, layer.activation)
+    if isinstance(kernel, SplitTileKernel):
+        return SplitTileLinear(layer.weight, layer.bias, kernel, layer.activation)
     if isinstance(kernel, str):
         return SemiStructuredLinear(layer.weight, layer.bias, layer.activation)
     return TileLinear(layer.weight, layer.bias, kernel.tiling, kernel.launch, layer.activation)
@@ -118,7 +135,7 @@ def build(layer: DenseLinear, kernel: TileKernel | str) -> DeviceLinear:
 
 def choose(
     layer: DenseLinear, shape: tuple[int, ...], dtype: torch.dtype, kernels: str
-) -> tuple[TileKernel | str | None, str]:
+) -> tuple[DeviceKernel | str | None, str]:
     """The kernel for a layer and the reason, in a few words, as the choice for a CPU: None is torch's dense product."""
     zeros = layer.zeros
     if not linear.available(layer.weight.device):
@@ -126,9 +143,12 @@ def choose(
     options = candidates(layer.weight)
     if kernels == "auto":
         options = [option for option in options if option[1] <= DENSE_ABOVE]
-    named: dict[str, TileKernel | str | None] = {
+    named: dict[str, DeviceKernel | str | None] = {
         str(kernel): kernel for kernel in tile_kernels([tiling for tiling, _ in options], LAUNCHES, dtype.itemsize)
     }
+    if math.prod(shape[:-1]) <= MOST_TOKENS and dtype in (torch.bfloat16, torch.float16):
+        offered = few_kernels(layer.weight, [tiling for tiling, share in options if share <= DENSE_ABOVE])
+        named |= {str(kernel): kernel for kernel in offered}
     if two_of_four(layer.weight) and zeros < 0.75 and layer.weight.is_cuda:  # sparser ones belong to other kernels
         named["2:4"] = "2:4"
     if not named:
@@ -143,7 +163,7 @@ def choose(
 
 @torch.inference_mode()
 def measure(
-    layer: DenseLinear, shape: tuple[int, ...], dtype: torch.dtype, kernels: dict[str, TileKernel | str | None]
+    layer: DenseLinear, shape: tuple[int, ...], dtype: torch.dtype, kernels: Mapping[str, DeviceKernel | str | None]
 ) -> dict[str, float]:
     """Seconds on the device by kernel; infinity for one that fails or is wrong.
 
