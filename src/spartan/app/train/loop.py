@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import spartan
+from spartan.app.interrupted import Interrupted
 from spartan.app.runs import fixed_settings, read_run
 from spartan.app.terminal import Display
 from spartan.app.train import checkpoint, folder
@@ -26,7 +27,7 @@ from spartan.app.train.data import Data, build_data, seed_of
 from spartan.app.train.metrics import Metrics
 from spartan.app.train.mixing import mix_batch
 from spartan.app.train.parallel import distribute, gathered
-from spartan.app.train.processes import Interrupted, StopAgreement, StopSignals, choose_device, current
+from spartan.app.train.processes import StopAgreement, StopSignals, choose_device, current
 from spartan.app.train.setup import (
     build_cost,
     build_model,
