@@ -264,6 +264,19 @@ def test_the_best_kernels_for_this_processor_are_taken() -> None:
     assert library.status().split()[2] == next(isa for isa, flag in needed.items() if flag <= flags)
 
 
+@needs_kernels
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_the_program_that_checks_other_machines(tmp_path: Path) -> None:
+    """docs/releases.md runs it under qemu; here it is known to tell a good library, and that it needs one."""
+    source, program = Path(__file__).parent / "linear_without_python.c", tmp_path / "program"
+    subprocess.run(["cc", "-O1", str(source), "-ldl", "-lm", "-o", str(program)], check=True, timeout=60)
+    kernels = library.library()
+    assert kernels is not None
+    done = subprocess.run([str(program), kernels._name], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.count("of float64")) == (0, 2), done.stdout
+    assert subprocess.run([str(program)], capture_output=True, timeout=60).returncode == 2
+
+
 def test_a_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", f"'{sys.executable}' -m ziglang c++")
     assert build.compiler() == [sys.executable, "-m", "ziglang", "c++"]
