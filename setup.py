@@ -1,7 +1,9 @@
 """The package's own part of the build: compile the CPU kernels into the wheel, where there is a compiler.
 
-Everything else is in pyproject.toml. Without a compiler, or with SPARTAN_NO_COMPILE=1, the wheel is a pure one. Editable
-installs compile nothing here: the kernels are compiled on first use, into the user's cache (inference/cpu/library.py).
+Everything else is in pyproject.toml. Without a compiler, or with SPARTAN_NO_COMPILE=1, the wheel is a pure one; with
+SPARTAN_REQUIRE_KERNELS=1, as in releases, kernels that do not compile are an error, and no pure wheel is made.
+Editable installs compile nothing here: the kernels are compiled on first use, into the user's cache
+(inference/cpu/library.py).
 """
 
 import importlib.util
@@ -19,9 +21,15 @@ class BuildWithKernels(build_py):
     """Copies the Python files, then compiles the kernels beside them."""
 
     def run(self) -> None:
-        """All of it, or a warning."""
+        """All of it, or a warning; in a release an error."""
         super().run()
-        if self.editable_mode or os.environ.get("SPARTAN_NO_COMPILE") == "1":
+        required = os.environ.get("SPARTAN_REQUIRE_KERNELS") == "1"
+        left_out = os.environ.get("SPARTAN_NO_COMPILE") == "1"
+        if required and left_out:
+            raise RuntimeError(
+                "SPARTAN_REQUIRE_KERNELS=1 and SPARTAN_NO_COMPILE=1 contradict each other: unset one of them"
+            )
+        if self.editable_mode or left_out:
             return
         spec = importlib.util.spec_from_file_location(
             "build_kernels", Path(__file__).parent / "src" / FOLDER / "build.py"
@@ -32,6 +40,8 @@ class BuildWithKernels(build_py):
         try:
             build.compile_library(Path(self.build_lib) / FOLDER / "_kernels.so")
         except Exception as error:  # the package is whole without them
+            if required:
+                raise RuntimeError(f"SPARTAN_REQUIRE_KERNELS=1, but the CPU kernels do not compile: {error}") from error
             self.warn(f"the CPU kernels are left out, inference of sparse models will be slower: {error}")
 
 

@@ -11,8 +11,8 @@ biases, running statistics, torchvision's ViT classifier) get random values, so 
 - CSR: values, columns and row starts, with 32- and 64-bit indices (torch's are 64); other tensors dense.
 - torch.save and zstd (level 3) of the dense tensors.
 
-Times are the best of the repeats, wall clock. Every file is read back and compared bit for bit. Rows are appended to
-benchmarks/file_sizes.csv.
+Times are the best of the repeats, wall clock. Every file is read back and compared bit for bit. With --append rows go
+to benchmarks/file_sizes.csv.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=sorted(EXCLUDED), default=sorted(EXCLUDED))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--append", action="store_true", help=f"append the figures to {RESULTS.name}")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if zstandard is None:
@@ -142,18 +143,22 @@ def main() -> None:
     names = "model pattern zeros dtype bound packed over dense CSR-32 CSR-64 torch.save zstd save read"
     print("| " + " | ".join(names.split()) + " |")
     print("|---|---|---:|---|" + "---:|" * 10)
-    new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file, tempfile.TemporaryDirectory() as folder:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new:
-            writer.writeheader()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
         for name in args.models:
             for kind in PATTERNS:
                 for sparsity in SPARSITIES:
                     for dtype in (torch.float32, torch.bfloat16):
                         row = measure(name, kind, sparsity, dtype, args.repeats, Path(folder))
-                        writer.writerow(run | row)
+                        rows.append(run | row)
                         print(line(row), flush=True)
+    if args.append:
+        new = not RESULTS.exists()
+        with RESULTS.open("a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if new:
+                writer.writeheader()
+            writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@
 Weights are |N(0, 0.05²)|, the budget 5% of them. "ours" is what a Spartan step does: the exact hard threshold and the
 soft mask's dual to a residual of 1e-6. "sort + Sinkhorn" is the paper's: a full sort for the threshold, then Algorithm 4
 from it to a tolerance of 0.01. The residual is |Σ sigmoid(βu + μ) − k| / k: how far the dual is from the solution
-(Sinkhorn then rescales its mask to the budget). The best of the repeats counts for both. Rows are appended to
-benchmarks/results.csv.
+(Sinkhorn then rescales its mask to the budget). The best of the repeats counts for both. With --append
+rows go to benchmarks/results.csv.
 
     python benchmarks/bench_soft_topk.py --kernels --device cuda [--sizes 1000000 10000000 100000000 1000000000]
 
 The Triton kernels alone, over sizes: from nothing, and from the solution for values that differ by 0.1%, as after a
 training step. The time is the device's, between two events, with the work queued well ahead, as it is in training.
-"× reading" compares with reading the values as often as the passes did, at copy speed. Rows are appended to
+"× reading" compares with reading the values as often as the passes did, at copy speed. With --append rows go to
 benchmarks/soft_topk.csv.
 """
 
@@ -24,7 +24,7 @@ import datetime
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -97,13 +97,9 @@ def by_kernels(args: argparse.Namespace) -> None:
                 print(" ".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)), flush=True)
                 rows.append([datetime.date.today().isoformat(), commit, name, torch.__version__, args.density, *cells])
         del values, u, topks, topk, solve_it
-    new = not BY_KERNELS.exists()
-    with BY_KERNELS.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if new:
-            head = "date commit device torch density d beta start ms ns_per_weight passes reading_ms times_reading residual"
-            writer.writerow(head.split())
-        writer.writerows(rows)
+    if args.append:
+        head = "date commit device torch density d beta start ms ns_per_weight passes reading_ms times_reading residual"
+        append(BY_KERNELS, head.split(), rows)
 
 
 def timed(f: Callable[[], None], device: torch.device) -> float:
@@ -146,6 +142,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kernels", action="store_true", help="the Triton kernels alone, over sizes")
     parser.add_argument("--sizes", type=int, nargs="+", default=[10**6, 10**7, 10**8, 10**9])
+    parser.add_argument("--append", action="store_true", help="append the figures to the .csv beside this file")
     args = parser.parse_args()
     if args.kernels:
         by_kernels(args)
@@ -193,12 +190,14 @@ def main() -> None:
             ]
         )
         rows[-1] += [f"{t1:.5f}", f"{r1:.2e}", d1.passes, f"{t2:.5f}", f"{r2:.2e}", d2.passes, f"{t2 / t1:.1f}"]
-    new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if new:
-            writer.writerow(COLUMNS)
-        writer.writerows(rows)
+    if args.append:
+        append(RESULTS, COLUMNS, rows)
+
+
+def append(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        csv.writer(file).writerows([columns, *rows] if new else rows)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ backward ends, are left for the step here): a model full of zeros also draws les
 runs it faster. "dense-zeros" shows how much: a dense model with as many zeros, which a learning rate of 0 keeps. "peak"
 is the memory at the fullest moment of a step over that of the dense compiled model, in bytes per target weight. The
 floor is what the passes over the weights must read and write at least (`traffic.py`, in bytes per weight) at this
-device's copy speed; "× floor" is the time in the step divided by it. Rows are appended to benchmarks/step.csv.
+device's copy speed; "× floor" is the time in the step divided by it. With --append rows go to
+benchmarks/step.csv.
 
 With `--fsdp2` the dense model too is FSDP2's: every block compiled and sharded by itself, bf16 by its policy, weights
 in row-major order, which is all that it takes. `--ranks 2` has two processes share the device, over gloo: a test of
@@ -259,7 +260,8 @@ def compare(args: argparse.Namespace) -> None:
         if run.sparsifier is not None:
             print("\n".join(["", *repr(run.sparsifier).splitlines()[:3]]))
             break
-    append(rows)
+    if args.append:
+        append(rows)
 
 
 def overhead_figure(args: argparse.Namespace) -> None:
@@ -295,8 +297,9 @@ def overhead_figure(args: argparse.Namespace) -> None:
             rows[-1] += ["", str(passes), "", "", "", f"{run.inside_ms - dense.inside_ms:.3f}"]
         del run, runs  # the next β has models of its own
         gc.collect()
-    append(rows)
-    plot(found, args)
+    if args.append:
+        append(rows)
+        plot(found, args)
 
 
 def plot(found: dict[str, list[tuple[float, float]]], args: argparse.Namespace) -> None:
@@ -386,6 +389,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fsdp2", action="store_true", help="weights in shards, of one process")
     parser.add_argument("--ranks", type=int, default=1, help="with --fsdp2: processes that share the device")
     parser.add_argument("--sinkhorn", action="store_true", help="the paper's overhead figure instead")
+    parser.add_argument(
+        "--append", action="store_true", help=f"append the figures to {RESULTS.name}, write the plot here"
+    )
     parser.add_argument("--betas", type=float, nargs="+", default=[1.0, 3.0, 10.0, 30.0, 100.0])
     args = parser.parse_args()
     if args.ranks > 1 and not args.fsdp2:

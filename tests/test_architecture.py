@@ -33,11 +33,12 @@ def package_of(path: Path) -> str:
 def imports(path: Path) -> set[str]:
     """The modules of ours that a file imports, without the first `spartan.`; "" is the package itself.
 
-    What is named in annotations only does not count.
+    What is named in annotations only does not count, but for the package's own file: what stands there for type checkers are
+    the public names, which it imports when they are asked for.
     """
     found = set()
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    types = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    types = [] if path == ROOT / "__init__.py" else for_type_checkers(tree)
     skipped = {id(inner) for node in types for inner in ast.walk(node)}
     for node in (node for node in ast.walk(tree) if id(node) not in skipped):
         if isinstance(node, ast.Import):
@@ -49,6 +50,10 @@ def imports(path: Path) -> set[str]:
             inside = [alias.name for alias in node.names if module == "spartan" and is_module(alias.name)]
             found |= {f"spartan.{name}" for name in inside} if len(inside) == len(node.names) else {module}
     return {name.removeprefix("spartan").removeprefix(".") for name in found if name.split(".")[0] == "spartan"}
+
+
+def for_type_checkers(tree: ast.Module) -> list[ast.If]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
 
 
 def is_module(name: str) -> bool:
@@ -114,6 +119,8 @@ def test_kinds_are_known_to_their_own_files_only() -> None:
 
 def test_importing_is_light() -> None:
     heavy = [
+        "torch",
+        "numpy",
         "triton",
         "matplotlib",
         "timm",
@@ -126,11 +133,28 @@ def test_importing_is_light() -> None:
         "sklearn",
         "rich",
         "typer",
-        "torch._inductor",
     ]
     code = f"import sys, spartan; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_public_names_bring_only_what_they_need() -> None:
+    heavy = ["triton", "rich", "typer", "sklearn", "torch._inductor", "torch.distributed.checkpoint"]
+    code = f"import sys, spartan; spartan.Sparsifier, spartan.save; print([m for m in {heavy} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_type_checkers_see_the_public_names_where_they_are() -> None:
+    (block,) = for_type_checkers(ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8")))
+    shown: dict[str, str] = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom), "public names are imported one by one"
+        assert node.module is not None
+        shown |= {alias.asname or alias.name: node.module.removeprefix("spartan.") for alias in node.names}
+    assert shown == spartan._HOMES
+    assert sorted(spartan.__all__) == sorted({*shown, "__version__"})
 
 
 def test_files_and_classes_are_small() -> None:

@@ -16,17 +16,18 @@ import torch
 import spartan
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = sorted(m.name for m in pkgutil.walk_packages(spartan.__path__, "spartan.") if not m.name.endswith("__main__"))
 
 
 def code_of(text: str) -> str:
     """The python blocks of a page as one program, each line where it stands on the page."""
-    lines, inside = [], False
+    lines, inside, margin = [], False, 0
     for line in text.splitlines():
         fence = line.strip().startswith("```")
-        lines.append(line if inside and not fence else "")
+        lines.append(line[margin:] if inside and not fence else "")
         inside = line.strip() == "```python" if fence else inside
+        margin = len(line) - len(line.lstrip()) if fence else margin  # blocks in tabs are indented
     return "\n".join(lines) + "\n"
 
 
@@ -65,13 +66,13 @@ def test_page_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
-def test_readme_describes_the_methods_as_the_registry_does() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace(r"\|", "│")  # bars inside a cell
+def test_the_guide_describes_the_methods_as_the_registry_does() -> None:
+    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8").replace(r"\|", "│")  # bars inside a cell
     rows = re.findall(
-        r"^\| `(\w+)` \| (.+?) \| (.+?) \|", readme.split("## Methods")[1].split("\n## ")[0], re.MULTILINE
+        r"^\| `([\w-]+)` \| (.+?) \| (.+?) \|", guide.split("## Methods")[1].split("\n## ")[0], re.MULTILINE
     )
     registry = {entry.name: (entry.mask_rule, entry.gradient_rule) for entry in spartan.methods()}
-    assert rows
+    assert {name for name, *_ in rows} == set(registry)
     for name, mask_rule, gradient_rule in rows:
         assert registry[name] == (mask_rule.replace("│", "|"), gradient_rule.replace("│", "|"))
 

@@ -21,6 +21,7 @@ from spartan.methods.movement import Movement
 from spartan.problem.costs.table import CostTable
 from spartan.problem.schedules import constant, cosine, cubic, delayed, linear
 from spartan.scalars import as_plain
+from spartan.zoo import build_model
 
 # What a float, and an int, may come as.
 FLOATS: dict[str, Callable[[float], Any]] = {
@@ -250,7 +251,7 @@ def test_states_stay_plain(tmp_path: Path) -> None:
     plainly.load_state_dict(loaded["sparsifier"])
     other.load_state_dict(loaded["optimizer"])
 
-    model = spartan.prune(spartan.zoo.build_model("digits-cnn", 10, (1, 8, 8)), np.float64(0.9))
+    model = spartan.prune(build_model("digits-cnn", 10, (1, 8, 8)), np.float64(0.9))
     reference = {"model": "digits-cnn", "classes": np.int64(10), "shape": (np.int64(1), np.int32(8), 8)}
     spartan.save(model, tmp_path / "model.safetensors", architecture=reference)
     back = spartan.load(tmp_path / "model.safetensors", kernels="dense", max_bytes=as_given(np.int64(1 << 24)))

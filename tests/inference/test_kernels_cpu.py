@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -251,33 +252,68 @@ def test_without_a_compiler(tmp_path: Path) -> None:
     assert done.stdout.startswith("plain torch: no C++ compiler found")
 
 
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists() or library.library() is None, reason="no kernels, or not Linux")
+def test_the_best_kernels_for_this_processor_are_taken() -> None:
+    found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    flags = set(found[1].split()) if found else set()
+    needed = {
+        "avx512": {"fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"},
+        "avx2": {"fma", "avx2"},
+        "portable": set(),
+    }
+    assert library.status().split()[2] == next(isa for isa, flag in needed.items() if flag <= flags)
+
+
+@needs_kernels
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_the_program_that_checks_other_machines(tmp_path: Path) -> None:
+    """docs/releases.md runs it under qemu; here it is known to tell a good library, and that it needs one."""
+    source, program = Path(__file__).parent / "linear_without_python.c", tmp_path / "program"
+    subprocess.run(["cc", "-O1", str(source), "-ldl", "-lm", "-o", str(program)], check=True, timeout=60)
+    kernels = library.library()
+    assert kernels is not None
+    done = subprocess.run([str(program), kernels._name], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.count("of float64")) == (0, 2), done.stdout
+    assert subprocess.run([str(program)], capture_output=True, timeout=60).returncode == 2
+
+
+def test_a_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", f"'{sys.executable}' -m ziglang c++")
+    assert build.compiler() == [sys.executable, "-m", "ziglang", "c++"]
+    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "linux-aarch64")
+    assert build.machine() == "aarch64"
+
+
+def wheel(copy: Path, out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Build a wheel from a copy of the sources."""
+    root = Path(__file__).parents[2]
+    shutil.copytree(root / "src", copy / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(root / name, copy)
+    command = ["pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(out), str(copy)]
+    whole = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-m", *command], env=whole, capture_output=True, text=True, timeout=300)
+
+
+def test_a_release_is_not_built_without_kernels(tmp_path: Path) -> None:
+    nothing = {"PATH": str(tmp_path), "CXX": "", "SPARTAN_REQUIRE_KERNELS": "1"}
+    done = wheel(tmp_path / "copy", tmp_path, **nothing)
+    assert done.returncode == 1
+    assert "SPARTAN_REQUIRE_KERNELS=1, but the CPU kernels do not compile: no C++ compiler found" in done.stderr
+    assert not list(tmp_path.glob("*.whl"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", [True, False], ids=["compiler", "no compiler"])
 def test_wheel(compiler: bool, tmp_path: Path) -> None:
     """With a compiler the wheel carries the library, for any Python; without one it is a pure wheel."""
     if compiler and build.compiler() is None:
         pytest.skip("no compiler")
-    root, copy = Path(__file__).parents[2], tmp_path / "copy"
-    shutil.copytree(root / "src", copy / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(root / name, copy)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-        str(copy),
-    ]
-    environment = {**os.environ} if compiler else {**os.environ, "PATH": str(tmp_path), "CXX": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = wheel(tmp_path / "copy", tmp_path, **({} if compiler else {"PATH": str(tmp_path), "CXX": ""}))
     assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+    (made,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(made).namelist()
     assert ("spartan/inference/cpu/_kernels.so" in names) == compiler
     assert "spartan/inference/cpu/kernels.cpp" in names
-    assert "py3-none-" in wheel.name
-    assert wheel.name.endswith("any.whl") != compiler
+    assert "py3-none-" in made.name
+    assert made.name.endswith("any.whl") != compiler

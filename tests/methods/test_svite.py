@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-import spartan
 from spartan import Block, Sparsifier, Unstructured
 from spartan.methods import SViTE  # type: ignore[attr-defined]
 from spartan.problem.patterns.heads import Heads
+from spartan.problem.schedules import Moment
 from tests.contract.cases import Net, batch
 from tests.methods.rewiring import DECAY, LR, MOMENTUM, NAMES, Rule, T, compare
 
@@ -235,9 +235,9 @@ def test_torchvision_vit() -> None:
 
 
 def test_the_mask_is_updated_every_hundredth_of_the_run_until_four_fifths() -> None:
-    at = spartan.problem.schedules.Moment.start(1000, SViTE.warmup, SViTE.finetune, 0)
+    at = Moment.start(1000, SViTE.warmup, SViTE.finetune, 0)
     assert [t + 1 for t in range(1001) if SViTE().updates_at(replace(at, step=t))] == list(range(10, 800, 10))
-    assert SViTE().period(spartan.problem.schedules.Moment.start(30, 0.0, 0.2, 0)) == 1
+    assert SViTE().period(Moment.start(30, 0.0, 0.2, 0)) == 1
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from spartan import Channel, Heads
 from spartan.narrow import NarrowAttention
 from spartan.shrink import shrink
 from spartan.shrink.report import ShrinkReport
-from spartan.zoo import timm, torchvision
+from spartan.zoo import build_model, timm, torchvision
 from tests.shrink.nets import largest_difference, seeded_model
 from tests.shrink.test_attention import kill_heads
 
@@ -85,7 +85,7 @@ def test_vision_transformers(library: str) -> None:
         nn.init.normal_(model.heads.head.weight)
         heads, attention, mlp = 4, "*.in_proj_weight", "*.mlp.0.weight"
     else:
-        model = spartan.zoo.build_model("vit-2-192-8", 10, (3, 32, 32))
+        model = build_model("vit-2-192-8", 10, (3, 32, 32))
         heads, attention, mlp = 3, "*.qkv.weight", "*.mlp.0.weight"
     seeded_model(model)
     spartan.prune(model, 0.5, pattern=Heads(heads), include=attention)

@@ -8,12 +8,13 @@ try:
     import typer
     from typer.core import TyperGroup
 
-    from spartan.app.commands import models, paper, runs
+    from spartan.app.commands import models, paper, runs, setup
 except ModuleNotFoundError as _missing:  # the library works without them
     raise SystemExit(f"the command line needs {_missing.name}: pip install 'spartan-sparsity[app]'") from None
 
 from spartan import __version__
-from spartan.app.train.processes import Interrupted
+from spartan.app.extras import how_to_get
+from spartan.app.interrupted import Interrupted
 from spartan.wording import one_line, raised_in
 
 
@@ -33,7 +34,8 @@ class _ErrorsInOneLine(TyperGroup):
             no_error = isinstance(error, (typer.Exit, typer.Abort)) or getattr(error, "errno", None) == errno.EPIPE
             if unclear or no_error or os.environ.get("SPARTAN_TRACEBACK"):
                 raise
-            typer.echo(f"error: {one_line(error)}", err=True)
+            missing = how_to_get((error.name or "").partition(".")[0]) if isinstance(error, ModuleNotFoundError) else ""
+            typer.echo(f"error: {one_line(error)}{': ' if missing else ''}{missing}", err=True)
             raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
 
 
@@ -80,8 +82,10 @@ def _spartan(
       spartan recipes
       spartan methods
       spartan paper list
+    What is installed here, and what would run:
+      spartan doctor
     """
 
 
-for _command in (*runs.COMMANDS, *models.COMMANDS, *paper.COMMANDS):
+for _command in (*runs.COMMANDS, *models.COMMANDS, *paper.COMMANDS, *setup.COMMANDS):
     app.command()(_command)

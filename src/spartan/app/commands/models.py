@@ -5,23 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from typer import Option
 
-import spartan
-from spartan.app import bench as measuring
 from spartan.app.commands import RecipeOfFile, SetsOfFile, Target
-from spartan.app.generate import find_decoder
-from spartan.app.generate import generate as generate_tokens
-from spartan.app.terminal import print_table, status_line
-from spartan.app.trained import Trained, find_trained
-from spartan.files import read, save
-from spartan.files.inspect import inspect as describe
-from spartan.inference.cpu.library import status
-from spartan.wording import shortened
 
+# What runs a command is imported by it, so that help needs neither torch nor the extras.
 if TYPE_CHECKING:
+    from spartan.app.bench import Result
+    from spartan.app.trained import Trained
     from spartan.shrink.report import ShrinkReport
 
 _REASONS = 8  # of what is not cut, how many to print
@@ -59,13 +51,21 @@ def export(
     spartan export runs/channels --shrink                         narrower: channels-shrunk.safetensors
     spartan export dense.safetensors --recipe cifar10-wrn22       a plain file, packed: dense-packed.safetensors
     """
+    import torch
+
+    import spartan
+    from spartan.app.bench import check_installed
+    from spartan.app.terminal import status_line
+    from spartan.app.trained import find_trained
+    from spartan.files import read, save
+
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype: {dtype!r}; one of {', '.join(DTYPES)} is needed")
     for option, path in (("--out", out), ("--onnx", onnx)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ValueError(f"{option}: {path} is a folder" if path.is_dir() else f"{option}: no folder {path.parent}")
     if onnx is not None:
-        measuring.check_installed("--onnx")
+        check_installed("--onnx")
     with status_line(f"reading {target}"):
         trained = find_trained(target, recipe, sets or ())
     kind = getattr(torch, DTYPES[dtype]) if dtype else None
@@ -99,6 +99,8 @@ def export(
 
 
 def _print_shrunk(report: "ShrinkReport") -> None:
+    from spartan.wording import shortened
+
     cuts, kept = len(report.cuts), report.kept()
     what = f"{report.before:,} → {report.after:,} parameters; {cuts} tensors are smaller" if cuts else "nothing is dead"
     typer.echo(f"shrunk   {what}")
@@ -110,14 +112,19 @@ def _print_shrunk(report: "ShrinkReport") -> None:
         )
 
 
-def _export_onnx(trained: Trained, path: Path) -> str:
+def _export_onnx(trained: "Trained", path: Path) -> str:
     """Write it, and run it beside torch."""
+    import torch
+
+    from spartan.app.bench import onnx_runtime, write_onnx
+    from spartan.app.terminal import status_line
+
     with status_line("writing ONNX"):
-        measuring.write_onnx(trained.model, path, trained.noise(2))
+        write_onnx(trained.model, path, trained.noise(2))
         x = trained.noise(7)
         with torch.inference_mode():
             expected = trained.model(x)
-        got = measuring.onnx_runtime(path)(x)
+        got = onnx_runtime(path)(x)
     gap, scale = float((got - expected).abs().max()), float(expected.abs().max())
     if got.shape != expected.shape or not gap <= 1e-4 * max(1.0, scale):
         raise RuntimeError(
@@ -143,6 +150,12 @@ def inspect(
     spartan inspect model.safetensors
     spartan inspect runs/imp --kernels
     """
+    import spartan
+    from spartan.app.terminal import print_table, status_line
+    from spartan.app.trained import find_trained
+    from spartan.files.inspect import inspect as describe
+    from spartan.inference.cpu.library import status
+
     path = target / "model.safetensors" if target.is_dir() else target
     if not path.is_file():
         what = "finished run in this folder" if target.is_dir() else "such file"
@@ -193,6 +206,13 @@ def bench(
     spartan bench runs/bytes-gpt --generate "The "          tokens a second of reading a prompt, and of writing
     spartan bench llama --generate 512 --length 32          a folder that transformers wrote
     """
+    import torch
+
+    from spartan.app import bench as measuring
+    from spartan.app.terminal import status_line
+    from spartan.app.trained import find_trained
+    from spartan.inference.cpu.library import status
+
     if generate is not None:
         others = {"--batch": batch, "--images": images, "--compile": compiled, "--onnx": onnx, "--openvino": openvino}
         if given := [name for name, value in others.items() if value not in (None, False)]:
@@ -226,6 +246,14 @@ def bench(
 def _bench_generate(
     target: Path, prompt: str, length: int, threads: int | None, recipe: str | None, sets: tuple[str, ...]
 ) -> None:
+    import torch
+
+    from spartan.app import bench as measuring
+    from spartan.app.generate import find_decoder
+    from spartan.app.generate import generate as generate_tokens
+    from spartan.app.terminal import print_table, status_line
+    from spartan.inference.cpu.library import status
+
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads or before)
@@ -253,7 +281,10 @@ def _bench_generate(
     print_table(["layer", "kernel", "why"], [[line.layer, line.kernel, line.why] for line in result.kernels])
 
 
-def _print_result(result: measuring.Result) -> None:
+def _print_result(result: "Result") -> None:
+    from spartan.app import bench as measuring
+    from spartan.app.terminal import print_table
+
     batches, answers = list(result.seconds), result.answers
     rows = []
     for name in result.seconds[batches[0]]:

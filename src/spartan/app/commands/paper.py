@@ -3,18 +3,18 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
 
-from spartan.app.paper.exhibit import Exhibit, check_scale, exhibits, find, make, missing_line, wanted
-from spartan.app.paper.page import write_page
-from spartan.app.paper.results import Results
-from spartan.app.paper.training import train_missing
-from spartan.app.terminal import print_table
+# What runs a command is imported by it, so that help needs neither torch nor the extras.
+if TYPE_CHECKING:
+    from spartan.app.paper.exhibit import Exhibit
+    from spartan.app.paper.results import Results
 
-NAMES = ", ".join(one.name for one in exhibits())
+_FILES = Path(__file__).parents[1].joinpath("paper", "exhibits").glob("[a-z]*.py")
+NAMES = ", ".join(sorted(path.stem.replace("_", "-") for path in _FILES))  # an exhibit's file has its name
 
 
 def paper(
@@ -52,6 +52,11 @@ def paper(
     spartan paper all --scale small --rerun --jobs 6 --data data     on one GPU; again after a stop: it goes on
     spartan paper page --out docs/reproduction.md          the page with everything, ours beside theirs
     """
+    from spartan.app.paper.exhibit import check_scale, exhibits, find
+    from spartan.app.paper.page import write_page
+    from spartan.app.paper.results import Results
+    from spartan.app.terminal import print_table
+
     size = check_scale(scale)
     for option, given in (("--jobs", jobs > 1), ("--data", data is not None), ("--keep", keep)):
         if given and not rerun:
@@ -76,8 +81,11 @@ def paper(
         raise typer.Exit(code)
 
 
-def _train(chosen: Sequence[Exhibit], results: Results, out: Path, jobs: int, data: Path | None, keep: bool) -> int:
+def _train(chosen: "Sequence[Exhibit]", results: "Results", out: Path, jobs: int, data: Path | None, keep: bool) -> int:
     """Train what is missing; the exit code."""
+    from spartan.app.paper.exhibit import wanted
+    from spartan.app.paper.training import train_missing
+
     runs = wanted(chosen, results.scale)
     measured = [one for one in chosen if one.makes]
     for one in measured:
@@ -94,7 +102,10 @@ def _train(chosen: Sequence[Exhibit], results: Results, out: Path, jobs: int, da
     return 1 if failed else 0
 
 
-def _show(exhibit: Exhibit, results: Results, out: Path) -> None:
+def _show(exhibit: "Exhibit", results: "Results", out: Path) -> None:
+    from spartan.app.paper.exhibit import make, missing_line
+    from spartan.app.terminal import print_table
+
     made = make(exhibit, results, out)
     scale = "" if exhibit.kind == "exact" else f", scale {results.scale}" if exhibit.kind == "trained" else ", measured"
     typer.echo(f"\n{exhibit.name}: {exhibit.title} ({exhibit.where}{scale})")

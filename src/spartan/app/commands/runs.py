@@ -4,23 +4,16 @@ import os
 import sys
 import webbrowser
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
-import spartan
 from spartan.app.commands import Sets, Target
-from spartan.app.report import compare as tables
-from spartan.app.report.page import write_report
-from spartan.app.runs import BITS, data_name, find_runs, number, read_run, result_line
-from spartan.app.terminal import is_plain, print_table
-from spartan.app.train import loop
-from spartan.app.train.config import Config, RecipeError, load_recipe, load_with_note, recipe_names, to_yaml
-from spartan.app.train.folder import check_resume_settings, choose_folder
-from spartan.app.train.processes import joined
-from spartan.app.train.sweep import Sweep, SweepDisplay, plan
-from spartan.app.trained import fill_model, load_trained
+
+# What runs a command is imported by it, so that help needs neither torch nor the extras.
+if TYPE_CHECKING:
+    from spartan.app.train.config import Config
 
 
 def recipes() -> None:
@@ -28,6 +21,10 @@ def recipes() -> None:
 
     `spartan train NAME --show` prints one in full.
     """
+    from spartan.app.runs import data_name
+    from spartan.app.terminal import print_table
+    from spartan.app.train.config import load_recipe, recipe_names
+
     configs = {name: load_recipe(name) for name in recipe_names()}
     rows = [[n, c.model, data_name(c), f"{c.sparsity:g}", c.description] for n, c in configs.items()]
     print_table(["name", "model", "data", "sparsity", "description"], rows)
@@ -39,6 +36,9 @@ def methods() -> None:
     Any of them is a value for `--set method=…`. θ are the dense weights, w the sparse ones that the model holds, g the
     gradient for w.
     """
+    import spartan
+    from spartan.app.terminal import print_table
+
     header = ["name", "year", "mask", "gradient for θ", "needs", "sparse from", "reference"]
     facts = ("name", "year", "mask_rule", "gradient_rule", "needs", "sparse_from", "reference")
     print_table(header, [[str(getattr(entry, fact)) for fact in facts] for entry in spartan.methods()])
@@ -78,6 +78,12 @@ def train(
     A recipe takes any method: --set method=rigl brings RigL's own arguments, budget, warm-up and finetuning, and drops
     the recipe's method_args, budget, warmup and finetune, but for those that --set gives too. One line says which.
     """
+    from spartan.app.runs import read_run, result_line
+    from spartan.app.train import loop
+    from spartan.app.train.config import RecipeError, load_with_note, to_yaml
+    from spartan.app.train.folder import check_resume_settings, choose_folder
+    from spartan.app.train.processes import joined
+
     if resume is not None:
         given = [n for n, v in {"RECIPE": recipe, "--out": out, "--show": show}.items() if v]
         if given:
@@ -95,7 +101,7 @@ def train(
         # torchrun has started processes again after one of its group died.
         again = any(us.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
 
-        def choose() -> tuple[Path, Config | None, dict[str, Any] | None]:
+        def choose() -> "tuple[Path, Config | None, dict[str, Any] | None]":
             """The folder, the recipe of a run that is new, and the results of one that is finished."""
             folder, there = (resume or Path(), True) if asked is None else choose_folder(name, asked, out, again)
             return folder, None if there else asked, read_run(folder).summary if there else None
@@ -144,6 +150,11 @@ def sweep(
     spartan sweep digits --set method=spartan,topkast,imp --set sparsity=.9,.95,.98 --seeds 3
     spartan sweep cifar10-wrn22 --set 'method_args={beta: [1, 5]},{beta: [1, 10]}' --seeds 3 --jobs 4
     """
+    from spartan.app.report.compare import print_comparison
+    from spartan.app.runs import find_runs
+    from spartan.app.terminal import is_plain
+    from spartan.app.train.sweep import Sweep, SweepDisplay, plan
+
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ValueError("sweep: it starts processes of its own; start it once, without torchrun")
     folder = out or Path("runs") / f"{Path(recipe).stem}-sweep"
@@ -156,7 +167,7 @@ def sweep(
         outcomes = sweeper.run(planned, display)
     failed = [outcome for outcome in outcomes if outcome.state == "failed"]
     if folder.is_dir() and any(o.state in ("finished", "skipped") for o in outcomes):
-        tables.print_comparison(find_runs([folder]))
+        print_comparison(find_runs([folder]))
         if page := try_report(folder):
             typer.echo(f"report: {page}")
     for outcome in failed:
@@ -183,6 +194,10 @@ def evaluate(
     spartan evaluate runs/imp --set data.path=elsewhere/cifar10.npz --set device=cpu
     spartan evaluate model.safetensors --recipe cifar10-wrn22
     """
+    from spartan.app.runs import BITS, number
+    from spartan.app.train import loop
+    from spartan.app.trained import fill_model, load_trained
+
     config, weights, summary = load_trained(target, recipe, sets or ())
     file = target / "model.safetensors" if target.is_dir() else target
     scores = loop.evaluate(config, lambda model: fill_model(model, config, weights, file))
@@ -222,6 +237,9 @@ def compare(
     spartan compare runs
     spartan compare runs/sweep --markdown table.md --csv runs.csv --plot curve.png
     """
+    from spartan.app.report import compare as tables
+    from spartan.app.runs import find_runs
+
     found = find_runs(runs)
     rows = tables.rows_of(found)
     for path in (csv, markdown, plot):
@@ -245,6 +263,8 @@ def report(
 
     One self-contained HTML page; its path is printed.
     """
+    from spartan.app.report.page import write_report
+
     page = write_report(target)
     typer.echo(str(page))
     if open_it:
@@ -253,6 +273,8 @@ def report(
 
 def try_report(folder: Path) -> Path | None:
     """The report, whose failure must not make a finished run look like a failed one."""
+    from spartan.app.report.page import write_report
+
     try:
         return write_report(folder)
     except Exception as error:

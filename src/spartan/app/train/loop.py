@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import spartan
+from spartan.app.interrupted import Interrupted
 from spartan.app.runs import fixed_settings, read_run
 from spartan.app.terminal import Display
 from spartan.app.train import checkpoint, folder
@@ -27,7 +28,7 @@ from spartan.app.train.distill import Teacher
 from spartan.app.train.metrics import Metrics
 from spartan.app.train.mixing import mix_batch
 from spartan.app.train.parallel import distribute, gathered, in_shards, on_meta
-from spartan.app.train.processes import Interrupted, StopAgreement, StopSignals, choose_device, current
+from spartan.app.train.processes import StopAgreement, StopSignals, choose_device, current
 from spartan.app.train.setup import (
     build_cost,
     build_model,

@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -99,14 +98,6 @@ class Processes:
             with torch.no_grad():
                 for tensor in tensors:
                     dist.broadcast(tensor, src=0, group=self.group)
-
-
-class Interrupted(SystemExit):
-    """The run was asked to stop; it is saved, and the text says how to go on."""
-
-    def __init__(self, out: Path, number: int) -> None:
-        super().__init__(128 + number)
-        self.message = f"stopped by {signal.Signals(number).name}; continue with: spartan train --resume {out}"
 
 
 class StopSignals:

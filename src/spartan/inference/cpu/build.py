@@ -7,9 +7,11 @@ and, where no compiled library came with the package (editable installs, source 
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -41,10 +43,19 @@ def fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def compiler() -> str | None:
-    """The C++ compiler: $CXX, else c++, g++ or clang++; None where there is none."""
-    wanted = os.environ.get("CXX", "").split()
-    return next((path for name in [*wanted[:1], "c++", "g++", "clang++"] if (path := shutil.which(name))), None)
+def compiler() -> list[str] | None:
+    """The command of the C++ compiler: $CXX, arguments and all, else c++, g++ or clang++; None where there is none."""
+    given = shlex.split(os.environ.get("CXX", ""))
+    for command in (*([given] if given else []), ["c++"], ["g++"], ["clang++"]):
+        if path := shutil.which(command[0]):
+            return [path, *command[1:]]
+    return None
+
+
+def machine() -> str:
+    """The kind of processor that is compiled for: this one, or where a package is built for another, that one."""
+    other = os.environ.get("_PYTHON_HOST_PLATFORM")  # what tools that build for another machine tell Python's own build
+    return sysconfig.get_platform().rpartition("-")[2] if other else platform.machine().lower()
 
 
 def compile_library(target: Path) -> None:
@@ -56,14 +67,14 @@ def compile_library(target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = []
         for isa, flags in VARIANTS.items():
-            if isa != "portable" and platform.machine().lower() not in ("x86_64", "amd64"):
+            if isa != "portable" and machine() not in ("x86_64", "amd64"):
                 continue  # elsewhere, what the compiler takes by default
             objects.append(f"{folder}/{isa}.o")
-            _call([cxx, *FLAGS, *flags, f"-DSPARTAN_ISA={isa}", "-c", str(HERE / "kernels.cpp"), "-o", objects[-1]])
+            _call([*cxx, *FLAGS, *flags, f"-DSPARTAN_ISA={isa}", "-c", str(HERE / "kernels.cpp"), "-o", objects[-1]])
         objects.append(f"{folder}/dispatch.o")
-        _call([cxx, *FLAGS, "-c", str(HERE / "dispatch.cpp"), "-o", objects[-1]])
+        _call([*cxx, *FLAGS, "-c", str(HERE / "dispatch.cpp"), "-o", objects[-1]])
         made = f"{folder}/library"
-        _call([cxx, "-shared", "-pthread", *objects, "-o", made])
+        _call([*cxx, "-shared", "-pthread", *objects, "-o", made])
         # In one step, so that a second process never sees half a library.
         os.replace(made, target)
 

@@ -2,6 +2,9 @@
 #include <new>
 #include <thread>
 #include <vector>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "job.h"
 
@@ -15,16 +18,21 @@ namespace {
 typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
 Parallel openmp = nullptr;  // GOMP_parallel of the OpenMP that torch has loaded, so that there is one pool of threads
 
-const Kernels* best() {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"))
-    return &spartan_kernels_avx512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &spartan_kernels_avx2;
-#endif
-  return &spartan_kernels_portable;
+// The processor is asked itself: __builtin_cpu_supports needs a table that not every compiler brings (zig's does not).
+const Kernels* best() {
+  unsigned a, b, c, d, saved, more;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return &spartan_kernels_portable;
+  const bool fma = c >> 12 & 1, knows_xgetbv = c >> 27 & 1;
+  if (!fma || !knows_xgetbv || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return &spartan_kernels_portable;
+  __asm__("xgetbv" : "=a"(saved), "=d"(more) : "c"(0));  // which registers the system saves
+  const bool avx2 = b >> 5 & 1, avx512 = (b >> 16 & b >> 17 & b >> 30 & b >> 31) & 1;  // F, DQ, BW and VL
+  if (avx512 && (saved & 0xe6) == 0xe6) return &spartan_kernels_avx512;
+  return avx2 && (saved & 6) == 6 ? &spartan_kernels_avx2 : &spartan_kernels_portable;
 }
+#else
+const Kernels* best() { return &spartan_kernels_portable; }
+#endif
 const Kernels* kernels = best();
 
 void work(void* p) {
