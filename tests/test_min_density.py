@@ -197,7 +197,7 @@ def test_with_flops() -> None:
 def test_a_checkpoint_with_another_division_may_be_the_one_that_stays() -> None:
     """What counts is the budget that was asked for, not which layers are at their floor when the run ends."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+    model: Any = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
     sparsifier = Sparsifier(model, 0.9, 10, "imp", warmup=0.0, finetune=0.0, min_density=0.02)
     assert sparsifier._run.problem.apart == []
     best = {name: x.clone() for name, x in model.state_dict().items()}
@@ -214,7 +214,7 @@ def test_a_checkpoint_with_another_division_may_be_the_one_that_stays() -> None:
 
 
 def test_a_checkpoint_that_is_too_dense_is_not() -> None:
-    model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+    model: Any = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
     sparsifier = Sparsifier(model, 0.9, 10, "imp", warmup=0.0)
     with torch.no_grad():
         model[0].weight.fill_(1.0)
