@@ -1,6 +1,6 @@
 """Prune a trained language model three ways, finetune it with its zeros, compare, export, and let it write.
 
-    python examples/prune_gpt.py                 about two minutes on two cores
+    python examples/prune_gpt.py                 a minute or two on two cores
     python examples/prune_gpt.py --steps 2000    a better model to begin with
 
 The model is a small decoder on bytes, the text the sources of Python's standard library. It is trained dense, then pruned
@@ -110,7 +110,7 @@ def main() -> None:
                 budget="uniform",
                 exclude="head.*",
             )
-            print(f"pruned to {1 - sparsity:.0%} by {criterion:10}  loss {test_loss(pruned, test):.3f}", flush=True)
+            print(f"pruned to {1 - sparsity:.0%} by {criterion:11}  loss {test_loss(pruned, test):.3f}", flush=True)
 
     fixed = train(pruned, text, args.finetune_steps, 1e-3, spartan.Sparsifier.from_sparse(pruned, exclude="head.*"))
     print(f"trained on with its zeros     loss {test_loss(fixed, test):.3f}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 import spartan
 from spartan import NM, Block, Channel, Heads
 from spartan.problem.patterns import Pattern
+from spartan.prune.sparsegpt import inverse_factor
 from tests.foreign import Conv1D, Experts
 from tests.prune import reference
 
@@ -257,6 +259,30 @@ def test_other_precisions(criterion: str, dtype: torch.dtype) -> None:
     spartan.prune(model, 0.7, criterion=criterion, calibration=[inputs(100, 40).to(dtype)])
     assert model.weight.dtype == dtype
     assert int(model.weight.count_nonzero()) == 240
+
+
+def test_inputs_that_are_all_but_equal() -> None:
+    """H is singular but for the dampening, and float32 is still enough, or is left."""
+    torch.manual_seed(0)
+    x = 1e4 * torch.ones(64, 300) + torch.randn(64, 1)
+    model = nn.Linear(300, 20)
+    expected = reference.sparsegpt(model.weight.detach().double(), x.double(), 3000)
+    spartan.prune(model, 0.5, criterion="sparsegpt", calibration=[x])
+    assert int(model.weight.count_nonzero()) == 3000
+    w = model.weight.detach().double()
+    dense = reference.dampened(x.double())  # the loss that is minimised
+    losses = [float(torch.trace(e @ dense @ e.T)) for e in (w - expected, expected)]
+    assert losses[0] < 1e-2 * losses[1]
+    assert torch.isfinite(w).all()
+
+
+def test_a_factor_that_float32_does_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is computed in float64 then; dampened as usual, none was found."""
+    monkeypatch.setattr(sys.modules["spartan.prune.sparsegpt"], "DAMPENING", 0.0)
+    h = torch.eye(300)[None] * 2e-5 + 1.0
+    found, wanted = inverse_factor(h)[0], inverse_factor(h.double())[0]
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted.float())
 
 
 @pytest.mark.parametrize("criterion", CRITERIA)

@@ -135,7 +135,18 @@ class TwoChains(Chain):
         return self.head(y)
 
 
-@pytest.mark.parametrize("kind", [Skipping, Biased, TwoChains])
+class Overwriting(Chain):
+    """Writes into its inputs, and into what its blocks give."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.mul_(0.5))
+        for block in self.blocks:
+            x.add_(1.0)
+            x = block(x).sin_()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", [Skipping, Biased, TwoChains, Overwriting])
 @pytest.mark.parametrize("criterion", ["wanda", "sparsegpt"])
 def test_blocks_one_at_a_time_are_as_without_stand_ins(kind: type[Chain], criterion: str) -> None:
     """A model of one batch that is run anew for every block, whole, gives the same."""

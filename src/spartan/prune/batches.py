@@ -48,8 +48,8 @@ def _arguments(number: int, batch: Any) -> Batch:
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:
-    """The same on a device."""
-    return tree_map_only(Tensor, lambda x: x.to(device), batch)
+    """A copy on a device, into which a model may write."""
+    return tree_map_only(Tensor, lambda x: x.to(device, copy=True), batch)
 
 
 def shapes_of(batch: Batch) -> str:

@@ -65,11 +65,19 @@ def inverse_factor(h: Tensor) -> tuple[Tensor, Tensor]:
     alive = diagonal > 0
     damp = DAMPENING * diagonal.mean(1, keepdim=True)
     h = h + torch.diag_embed(torch.where(alive, damp, 1.0).to(h.dtype))
-    factor, failed = torch.linalg.cholesky_ex(h)
-    if bool(failed.any()):  # rounding, where H is large and its inputs all but equal
-        factor = torch.linalg.cholesky(h.double())
-    upper = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True)
+    upper, failed = _factor_of_inverse(h)
+    if failed:  # by rounding, where H is large and its inputs are all but equal
+        upper, _ = _factor_of_inverse(h.double())
     return upper.to(h.dtype), alive
+
+
+def _factor_of_inverse(h: Tensor) -> tuple[Tensor, bool]:
+    """U, and whether it could not be computed in this precision."""
+    factor, failed = torch.linalg.cholesky_ex(h)
+    if bool(failed.any()):
+        return factor, True
+    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
+    return upper, bool(failed.any())
 
 
 def eliminate(w: Tensor, upper: Tensor, kept: Tensor, choose: tuple[int, int] | None) -> tuple[Tensor, Tensor]:

@@ -146,7 +146,8 @@ class Stages:
             leaves = self._kept[self._batch, place]
             device = self._mover.device if self._mover.moves else None
             found = [x.tensor() if isinstance(x, StandIn) else x for x in leaves]
-            found = [x.to(device or x.device) if isinstance(x, Tensor) else x for x in found]
+            # Copies: whoever reads them may write into them.
+            found = [x.to(device or x.device, copy=True) if isinstance(x, Tensor) else x for x in found]
             return tree_unflatten(found, self._specs[self._batch, place])
 
         return recall
