@@ -38,6 +38,8 @@ def check(site: Path) -> tuple[list[str], list[str]]:
             continue
         for link in [*page.links, *page.loads]:
             parts = urlsplit(link)
+            if parts.scheme == "data":  # it is in the page itself
+                continue
             if parts.scheme or parts.netloc:
                 outside.add(link)
                 if link in page.loads:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from spartan.app.interrupted import Interrupted
 from spartan.app.train.config import RecipeError, load_recipe
 from spartan.app.train.loop import Trainer, resume, train
 from spartan.app.train.metrics import Metrics
-from spartan.app.train.processes import Interrupted
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RECIPE = ["epochs=2", "batch_size=128", "sparsity=0.8", "checkpoint_steps=4"]
