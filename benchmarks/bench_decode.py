@@ -104,16 +104,16 @@ def build(sparsity: float, compiled: bool) -> dict[str, Contender]:
         print(f"packing layer {number + 1} of {len(LAYERS)}", flush=True)
         dense = torch.randn(outputs, inputs)
         half = dense.bfloat16()
-        add(SUM, dense.nbytes, *((lambda x, w=w: w.sum()) for w in pieces(dense)))  # type: ignore[misc]
-        add("dense float32, F.linear", dense.nbytes, *((lambda x, w=w: F.linear(x, w)) for w in pieces(dense)))  # type: ignore[misc]
+        add(SUM, dense.nbytes, *((lambda x, w=w: w.sum()) for w in pieces(dense)))
+        add("dense float32, F.linear", dense.nbytes, *((lambda x, w=w: F.linear(x, w)) for w in pieces(dense)))
         add(
             "dense bfloat16, F.linear",
             half.nbytes,
-            *((lambda x, w=w: F.linear(x.bfloat16(), w)) for w in pieces(half)),  # type: ignore[misc]
+            *((lambda x, w=w: F.linear(x.bfloat16(), w)) for w in pieces(half)),
         )
         if compiled:
             name, linear = "dense float32, torch.compile", torch.compile(F.linear, mode="max-autotune", dynamic=False)
-            add(name, dense.nbytes, *((lambda x, w=w, f=linear: f(x, w)) for w in pieces(dense)))  # type: ignore[misc]
+            add(name, dense.nbytes, *((lambda x, w=w, f=linear: f(x, w)) for w in pieces(dense)))
         own = [SparseLinear(piece, None, ("rows", 16, 8)) for piece in pieces(dense)]
         add(OWN, sum(map(stored, own)), *own)
         for kind in (torch.float32, torch.bfloat16):

@@ -47,8 +47,7 @@ def graph_seconds(layers: list[nn.Module], tokens: int) -> float:
 
 
 def inputs_of(layer: nn.Module) -> int:
-    found = getattr(layer, "inputs", None) or layer.weight.shape[1]  # type: ignore[union-attr]
-    return int(found)
+    return int(layer.weight.shape[1] if isinstance(layer, DenseLinear) else layer.inputs)  # type: ignore[arg-type]
 
 
 class Csr(nn.Module):

@@ -37,7 +37,7 @@ pytestmark = [
 # Of the largest output: TF32 is not used; the interpreter rounds to bfloat16 towards zero.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8.2e-3}
 TILING = Tiling(16, 32, 16, 16)
-KERNELS = [
+KERNELS: list[ScatterKernel | SplitTileKernel] = [
     *(ScatterKernel(16, 16, splits, 4) for splits in (1, 3)),
     ScatterKernel(32, 64, 2, 4),
     *(SplitTileKernel(TILING, splits, 4, 2) for splits in (1, 3)),

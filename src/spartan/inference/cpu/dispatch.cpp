@@ -185,8 +185,8 @@ PUBLIC int64_t spartan_lane_pitch(int64_t h) { return kernels->widest(h) * kerne
 // Each returns 0, or 1 when there is no memory for the scratch.
 // `rows` says which of the two kernels; without it g is 1 and the values are floats (`half`: bfloat16).
 PUBLIC int64_t spartan_linear(const void* x, void* y, const float* bias, const int32_t* starts, const int32_t* index,
-                              const void* values, int64_t rows, int64_t half, int64_t tokens, int64_t inputs, int64_t outputs, int64_t h,
-                              int64_t g, int64_t activation, int64_t bf16, int64_t threads) {
+                              const void* values, int64_t rows, int64_t half, int64_t tokens, int64_t inputs,
+                              int64_t outputs, int64_t h, int64_t g, int64_t activation, int64_t bf16, int64_t threads) {
   Job job = {};
   job.x = x, job.y = y, job.bias = bias, job.starts = starts, job.index = index, job.values = values;
   job.tokens = tokens, job.inputs = inputs, job.outputs = outputs, job.h = h, job.g = g;

@@ -91,8 +91,8 @@ def pack_scattered(weight: Tensor, lanes: int) -> Scattered:
     columns[at] = column.int()
     rows = torch.cat((order, torch.arange(outputs, groups * lanes, device=device)))
     narrow = columns.to(torch.uint16) if inputs <= 1 << 16 else columns
-    shaped = (t.reshape(total, lanes) for t in (values, narrow))
-    return Scattered(*shaped, rows.int(), starts.int(), (outputs, inputs))
+    slots = (total, lanes)
+    return Scattered(values.reshape(slots), narrow.reshape(slots), rows.int(), starts.int(), (outputs, inputs))
 
 
 def unpack_scattered(packed: Scattered) -> Tensor:
