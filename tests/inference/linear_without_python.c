@@ -10,8 +10,8 @@ enum { OUTPUTS = 37, INPUTS = 53, TOKENS = 29 };
 
 typedef int64_t (*Pitch)(int64_t h);
 typedef int64_t (*Linear)(const void* x, void* y, const float* bias, const int32_t* starts, const int32_t* index,
-                          const float* values, int64_t rows, int64_t tokens, int64_t inputs, int64_t outputs, int64_t h,
-                          int64_t g, int64_t activation, int64_t bf16, int64_t threads);
+                          const void* values, int64_t rows, int64_t half, int64_t tokens, int64_t inputs, int64_t outputs,
+                          int64_t h, int64_t g, int64_t activation, int64_t bf16, int64_t threads);
 
 static float uniform(void) { return rand() / (float)RAND_MAX - 0.5f; }
 
@@ -38,7 +38,7 @@ int main(int count, char** arguments) {
   for (int t = 0; t < TOKENS; t++)
     for (int i = 0; i < INPUTS; i++) x[t][i] = uniform();
   for (int threads = 1; threads <= 2; threads++) {
-    if (linear(x, y, bias, starts, index, values, 0, TOKENS, INPUTS, OUTPUTS, 1, 1, 0, 0, threads)) return 2;
+    if (linear(x, y, bias, starts, index, values, 0, 0, TOKENS, INPUTS, OUTPUTS, 1, 1, 0, 0, threads)) return 2;
     double worst = 0;
     for (int t = 0; t < TOKENS; t++)
       for (int o = 0; o < OUTPUTS; o++) {
