@@ -71,3 +71,20 @@ def test_it_builds_without_a_warning_and_no_link_is_dead(tmp_path: Path) -> None
     links = [sys.executable, "docs/site_links.py", str(tmp_path)]
     done = subprocess.run(links, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_tutorials_are_notebooks_with_the_pages_programs() -> None:
+    pytest.importorskip("nbformat", reason="`make docs` installs it")
+    pytest.importorskip("nbclient", reason="`make docs` installs it")
+    spec = importlib.util.spec_from_file_location("site_notebooks", DOCS / "site_notebooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    for page in [*(DOCS / "tutorials").glob("*.md"), DOCS / "add-a-method.md"]:
+        text = page.read_text(encoding="utf-8")
+        cells = made.notebook_of(text).cells
+        code = [cell.source for cell in cells if cell.cell_type == "code"]
+        assert len(code) == text.count("```python") >= 3, page.name
+        assert all("```python" not in cell.source for cell in cells)
+        assert "\n".join(cell.source for cell in cells).count("\n# ") <= text.count("\n# ")
