@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import io
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -329,3 +334,34 @@ def test_what_may_be_none_is_not_traced() -> None:
     assert isinstance(fast.inner, MaybeShifted), "not its trace, which knows one side of the condition alone"
     for some in (x[:1], x):
         assert torch.allclose(fast(some), model(some), atol=1e-5)
+
+
+def clang() -> str | None:
+    """A compiler of clang's kind: what macOS and docs/releases.md build with."""
+    if found := shutil.which("clang++"):
+        return found
+    return f"{sys.executable} -m ziglang c++" if importlib.util.find_spec("ziglang") else None
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.skipif(clang() is None, reason="needs clang++ on the path, or the package ziglang")
+def test_another_compiler(tmp_path: Path) -> None:
+    """clang takes an address for aligned where its type says so, and gcc did not: the first build by it crashed."""
+    code = (
+        "import torch\n"
+        "from spartan.inference.cpu import library\n"
+        "from spartan.inference.cpu.walk import pack_walk, walk\n"
+        "kernels, weight = library.library(), torch.randn(67, 131) * (torch.rand(67, 131) < 0.2)\n"
+        "for isa in (0, 1, 2):\n"
+        "    if kernels.spartan_use_isa(isa):\n"
+        "        for tokens in range(1, 20):\n"
+        "            x = torch.randn(tokens, 131)\n"
+        "            assert torch.allclose(walk(x, pack_walk(weight), torch.zeros(80), 'none'), x @ weight.T, atol=1e-4)\n"
+    )
+    given = {"CXX": str(clang()), "SPARTAN_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | given, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
+    assert list(tmp_path.glob("kernels-*.so")), "compiled by it, not the package's own"

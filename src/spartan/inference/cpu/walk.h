@@ -18,6 +18,7 @@ namespace {
 constexpr int ROWS = 16, PARTS = ROWS / VL, STRIDE = 16;
 constexpr int FEW = 3;        // up to so many tokens are looked up one by one
 constexpr int AHEAD = 64;     // slots between what is multiplied and what is asked of the memory
+typedef uint64_t bytes8 __attribute__((aligned(1), may_alias));
 constexpr uint64_t ABSENT = 0x8080808080808080ull;
 #if VL == 16
 constexpr int MOST = 16;      // tokens of one pass
@@ -57,6 +58,14 @@ INLINE vf look_up(const float* x, const uint8_t* places, vf w, vf sum) {
 #endif
 }
 
+// Vectors from and to any address. By type, since a template's argument loses the alignment that `v8u` and `vfu` state.
+INLINE void read_any(v8& v, const float* p) { v = *(const v8u*)p; }
+INLINE void write_any(float* p, const v8& v) { *(v8u*)p = v; }
+#if VL == 16
+INLINE void read_any(vf& v, const float* p) { v = *(const vfu*)p; }
+INLINE void write_any(float* p, const vf& v) { *(vfu*)p = v; }
+#endif
+
 INLINE void ask_ahead(const Job* job, int64_t s) {
   __builtin_prefetch((const char*)job->values + (s + AHEAD) * ROWS * (job->half ? 2 : 4));
   __builtin_prefetch(job->places + (s + AHEAD) * ROWS);
@@ -80,10 +89,10 @@ template <int T, bool HALF> void walk_few(const Job* job, int64_t first, int64_t
 }
 
 // A vector of tokens, x as [input][vector]; sums of LANES rows from row `lane` on, as [row][vector].
-template <class V, class VU, int LANES, bool HALF>
+template <class V, int LANES, bool HALF>
 void walk_many(const Job* job, int64_t first, int64_t last, int lane, const float* x, float* out) {
   constexpr int W = sizeof(V) / 4;
-  V sums[LANES] = {};
+  V sums[LANES] = {}, x_k;
   float wide[ROWS];
   for (int64_t s = first; s < last; s++) {
     ask_ahead(job, s);
@@ -95,25 +104,31 @@ void walk_many(const Job* job, int64_t first, int64_t last, int lane, const floa
       w = wide + lane;
     }
     uint64_t absent = 0;
-    UNROLL for (int k = 0; k < LANES; k += 8) absent |= *(const uint64_t __attribute__((aligned(1), may_alias))*)(at + k);
+    UNROLL for (int k = 0; k < LANES; k += 8) absent |= *(const bytes8*)(at + k);
     if (__builtin_expect(absent & ABSENT, 0)) {
-      UNROLL for (int k = 0; k < LANES; k++)
-        if (!(at[k] & 0x80)) sums[k] += w[k] * *(const VU*)(window + at[k] * W);
+      UNROLL for (int k = 0; k < LANES; k++) {
+        if (at[k] & 0x80) continue;
+        read_any(x_k, window + at[k] * W);
+        sums[k] += w[k] * x_k;
+      }
     } else {
-      UNROLL for (int k = 0; k < LANES; k++) sums[k] += w[k] * *(const VU*)(window + at[k] * W);
+      UNROLL for (int k = 0; k < LANES; k++) {
+        read_any(x_k, window + at[k] * W);
+        sums[k] += w[k] * x_k;
+      }
     }
   }
-  UNROLL for (int k = 0; k < LANES; k++) *(VU*)(out + k * W) = sums[k];
+  UNROLL for (int k = 0; k < LANES; k++) write_any(out + k * W, sums[k]);
 }
 
 template <bool HALF> void walk_group(const Job* job, int64_t first, int64_t last, int64_t width, const float* x, float* out) {
 #if VL == 16
-  if (width == 16) return walk_many<vf, vfu, 16, HALF>(job, first, last, 0, x, out);
-  if (width == 8) return walk_many<v8, v8u, 16, HALF>(job, first, last, 0, x, out);
+  if (width == 16) return walk_many<vf, 16, HALF>(job, first, last, 0, x, out);
+  if (width == 8) return walk_many<v8, 16, HALF>(job, first, last, 0, x, out);
 #else
   if (width == 8) {  // the sums of eight rows fill half of the registers
-    walk_many<v8, v8u, 8, HALF>(job, first, last, 0, x, out);
-    return walk_many<v8, v8u, 8, HALF>(job, first, last, 8, x, out + 8 * 8);
+    walk_many<v8, 8, HALF>(job, first, last, 0, x, out);
+    return walk_many<v8, 8, HALF>(job, first, last, 8, x, out + 8 * 8);
   }
 #endif
   if (job->tokens == 1) return walk_few<1, HALF>(job, first, last, x, out);
