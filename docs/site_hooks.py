@@ -5,6 +5,7 @@ Pages link to files of the repository as they lie (`../benchmarks/cifar10.csv`);
 
 import ast
 import csv
+import html
 import posixpath
 import re
 from collections import defaultdict
@@ -51,6 +52,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Puts in what is made from the repository, and leads links that leave docs/ to the copies."""
     markdown = markdown.replace("<!-- figure: accuracy and speed -->", figure())
     markdown = markdown.replace("<!-- table: tests -->", tests_table())
+    if "<!-- list: errors -->" in markdown:
+        markdown = markdown.replace("<!-- list: errors -->", errors_list())
     return relink(markdown, page.file.src_uri)
 
 
@@ -152,3 +155,28 @@ def tests_table() -> str:
             lines.append(f"| {title} | {said} `{path.relative_to(ROOT / 'tests')}` | {count} |")
             title = ""
     return "\n".join(lines)
+
+
+def errors_list() -> str:
+    """Every message that the sources raise as an error, by package, with … where names and numbers stand."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in sorted((ROOT / "src/spartan").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                said = " ".join(_said(node.exc.args[0]).split())
+                if len(said.replace("…", "")) > 20:
+                    found[path.relative_to(ROOT / "src/spartan").parts[0].removesuffix(".py")].add(said)
+    parts = []
+    for package, messages in sorted(found.items()):
+        items = [f"<li><code>{html.escape(said).replace(']', '&#93;')}</code></li>" for said in sorted(messages)]
+        parts.append(f"<p><b>{package}</b></p><ul>{''.join(items)}</ul>")
+    return "".join(parts)
+
+
+def _said(node: ast.AST) -> str:
+    """The text of an expression, with … for what is put into it."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_said(part) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    return _said(node.left) + _said(node.right) if isinstance(node, ast.BinOp) else "…"

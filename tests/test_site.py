@@ -88,3 +88,19 @@ def test_tutorials_are_notebooks_with_the_pages_programs() -> None:
         assert len(code) == text.count("```python") >= 3, page.name
         assert all("```python" not in cell.source for cell in cells)
         assert "\n".join(cell.source for cell in cells).count("\n# ") <= text.count("\n# ")
+
+
+def test_all_messages_are_listed() -> None:
+    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    found = made.errors_list()
+    assert found.count("<li>") > 400
+    for told in (
+        "no layer to sparsify: include=…",
+        "is outside [0, 1&#93;".replace("1&#93;", "1)"),
+        "calibration is empty",
+    ):
+        assert told in found, told
