@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ def test_mixed_precision(kind: Any, precision: str, tmp_path: Path) -> None:
 
 def one_process(rank: int, folder: str) -> bool:
     """FSDP2 by accelerate, over NCCL: saved, resumed, exact."""
+    # What `accelerate launch` and torchrun tell a process: without it accelerate takes itself to be alone, without shards.
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="1")
     from tests.loops.small import SPARSITY, STEPS, loader, net
 
     accelerate = library("accelerate")
@@ -56,7 +59,11 @@ def one_process(rank: int, folder: str) -> bool:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         plugin = accelerate.utils.FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")
         accelerator = accelerate.Accelerator(fsdp_plugin=plugin)
+        assert accelerator.distributed_type == accelerate.utils.DistributedType.FSDP
         model: Any = net()
+        if not save:
+            for p in model.parameters():
+                torch.nn.init.constant_(p, 0.1)  # all that is right is in the checkpoint
         optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-2)
         model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
         sparsifier = attach(accelerator, model, optimizer, SPARSITY, STEPS)
@@ -70,9 +77,10 @@ def one_process(rank: int, folder: str) -> bool:
                 optimizer.zero_grad()
             if save and epoch == 0:
                 accelerator.save_state(folder)
+        assert sparsifier.stats.step == STEPS
         sparsifier.finalize()
         spartan.verify(model, SPARSITY)
-        return [p.full_tensor() for p in model.parameters()]
+        return [p.full_tensor().detach() for p in model.parameters()]
 
     return all(torch.equal(a, b) for a, b in zip(loop(True), loop(False), strict=True))
 
