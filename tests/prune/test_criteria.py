@@ -280,7 +280,7 @@ def test_a_factor_that_float32_does_not_reach(monkeypatch: pytest.MonkeyPatch) -
     """It is computed in float64 then; dampened as usual, none was found."""
     monkeypatch.setattr(sys.modules["spartan.prune.sparsegpt"], "DAMPENING", 0.0)
     h = torch.eye(300)[None] * 2e-5 + 1.0
-    found, wanted = inverse_factor(h)[0], inverse_factor(h.double())[0]
+    wanted, found = inverse_factor(h.double())[0], inverse_factor(h)[0]
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, wanted.float())
 
