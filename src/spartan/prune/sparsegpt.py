@@ -68,7 +68,9 @@ def inverse_factor(h: Tensor) -> tuple[Tensor, Tensor]:
     diagonal = h.diagonal(dim1=1, dim2=2)
     alive = diagonal > 0
     diagonal += torch.where(alive, DAMPENING * diagonal.mean(1, keepdim=True), 1.0)
-    reverse = h.flip(1, 2).contiguous().mT  # as LAPACK wants it: no copy is made of it
+    reverse = h.flip(1, 2)
+    if reverse.is_contiguous():
+        reverse = reverse.mT  # symmetric; columns one after the other, as LAPACK wants them, or it makes a copy
     failed = torch.empty(len(h), dtype=torch.int32, device=h.device)
     torch.linalg.cholesky_ex(reverse, out=(reverse, failed))
     if bool(failed.any()):  # by rounding, where H is large and its inputs are all but equal
