@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -51,17 +52,27 @@ def test_a_channels_last_convolution() -> None:
         torch.testing.assert_close(found.weight.cpu(), expected.weight)
 
 
+def fits(model: nn.Module) -> bool:
+    """Whether the whole model has room on the device."""
+    try:
+        copy.deepcopy(model).cuda()
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("criterion", ["wanda", "sparsegpt"])
 def test_a_decoder_that_does_not_fit(criterion: str) -> None:
     """The model has one and a half times the memory that torch may have on the device."""
     model = GPT(context=64, layers=24, width=768, heads=12)
     size = sum(4 * p.numel() for p in model.parameters())
     total = torch.cuda.get_device_properties(0).total_memory
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(min(1.0, size / 1.5 / total), 0)
     try:
-        with pytest.raises(torch.OutOfMemoryError):
-            copy.deepcopy(model).cuda()
+        assert not fits(model)
+        gc.collect()
         torch.cuda.empty_cache()
         _, report = spartan.prune(
             model, 0.5, criterion=criterion, calibration=batches(4, 64), device="cuda", report=True, exclude="head.*"

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import spartan
 from spartan import NM, Block, Channel, Heads
@@ -280,9 +283,41 @@ def test_a_factor_that_float32_does_not_reach(monkeypatch: pytest.MonkeyPatch) -
     """It is computed in float64 then; dampened as usual, none was found."""
     monkeypatch.setattr(sys.modules["spartan.prune.sparsegpt"], "DAMPENING", 0.0)
     h = torch.eye(300)[None] * 2e-5 + 1.0
-    found, wanted = inverse_factor(h)[0], inverse_factor(h.double())[0]
+    wanted, found = inverse_factor(h.double())[0], inverse_factor(h)[0]
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, wanted.float())
+
+
+class Live(TorchDispatchMode):
+    """Counts the large tensors that are there at once."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__()
+        self.at_least, self.most, self._there = at_least, 0, dict[int, StorageWeakRef]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for x in tree_leaves(found):
+            if isinstance(x, Tensor) and x.untyped_storage().nbytes() >= self.at_least:
+                self._there[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
+        self._there = {key: one for key, one in self._there.items() if not one.expired()}
+        self.most = max(self.most, len(self._there))
+        return found
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_factor_takes_little_memory(turned: bool) -> None:
+    """Of a layer that is wide, H is the largest there is: no more than one other of its size."""
+    x = torch.randn(1, 200, 100, dtype=torch.float64)
+    h = x.mT @ x
+    wanted = torch.linalg.cholesky(
+        torch.linalg.inv(h + 0.01 * h.diagonal(dim1=1, dim2=2).mean() * torch.eye(100)), upper=True
+    )
+    with Live(h.nbytes) as live:
+        found, alive = inverse_factor(h.mT if turned else h)
+    assert live.most == 2
+    assert alive.all()
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("criterion", CRITERIA)

@@ -68,6 +68,36 @@ def test_everything_is_at_home_after_an_error(monkeypatch: pytest.MonkeyPatch) -
     assert Ledger.away == set()
 
 
+class Interrupted(Ledger):
+    """Ctrl-C while a block is on its way home: its first module is there, the others are not."""
+
+    homeward: int
+
+    def __init__(self, model: nn.Module, device: Any) -> None:
+        super().__init__(model, device)
+        Interrupted.homeward = 0
+
+    def _move(self, modules: list[nn.Module], device: torch.device) -> None:
+        blocks = [module for module in modules if id(module) in Ledger.away]
+        if len(modules) == 3 and blocks:
+            Interrupted.homeward += 1
+            if Interrupted.homeward == 7:  # five while it is explored
+                Ledger.away.discard(id(modules[0]))
+                raise KeyboardInterrupt
+        super()._move(blocks or modules, device)
+
+
+def test_everything_is_at_home_after_an_interrupt_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = seeded(TwoChains()), inputs(30, 6)
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    monkeypatch.setattr(sys.modules["spartan.prune"], "Mover", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        spartan.prune(model, 0.5, criterion="wanda", calibration=[x], device="cpu")
+    assert Interrupted.homeward == 8
+    assert Ledger.away == set()
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+
+
 def test_a_model_on_several_devices_is_not_moved() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
     with pytest.raises(

@@ -51,7 +51,11 @@ class Mover:
             self._move(modules, self.device)
             yield
         finally:
-            self._move(modules, self.home)
+            try:
+                self._move(modules, self.home)
+            except BaseException:  # Ctrl-C in the middle of it
+                self._move(modules, self.home)
+                raise
 
     def _move(self, modules: list[nn.Module], device: torch.device) -> None:
         for module in modules:

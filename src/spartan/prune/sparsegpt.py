@@ -60,40 +60,46 @@ class Shares:
 
 
 def inverse_factor(h: Tensor) -> tuple[Tensor, Tensor]:
-    """U, upper triangular with H⁻¹ = UᵀU, for each H of a stack, dampened; and which inputs are ever other than zero."""
+    """U, upper triangular with H⁻¹ = UᵀU, for each H of a stack, dampened; and which inputs are ever other than zero.
+
+    H is overwritten: beside it there is never more than one matrix of its size. With rows and columns in reverse H = LLᵀ,
+    and U is L⁻¹, in reverse again.
+    """
     diagonal = h.diagonal(dim1=1, dim2=2)
     alive = diagonal > 0
-    damp = DAMPENING * diagonal.mean(1, keepdim=True)
-    h = h + torch.diag_embed(torch.where(alive, damp, 1.0).to(h.dtype))
-    upper, failed = _factor_of_inverse(h)
-    if failed:  # by rounding, where H is large and its inputs are all but equal
-        upper, _ = _factor_of_inverse(h.double())
-    return upper.to(h.dtype), alive
-
-
-def _factor_of_inverse(h: Tensor) -> tuple[Tensor, bool]:
-    """U, and whether it could not be computed in this precision."""
-    factor, failed = torch.linalg.cholesky_ex(h)
-    if bool(failed.any()):
-        return factor, True
-    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
-    return upper, bool(failed.any())
+    diagonal += torch.where(alive, DAMPENING * diagonal.mean(1, keepdim=True), 1.0)
+    reverse = h.flip(1, 2)
+    if reverse.is_contiguous():
+        reverse = reverse.mT  # symmetric; columns one after the other, as LAPACK wants them, or it makes a copy
+    failed = torch.empty(len(h), dtype=torch.int32, device=h.device)
+    torch.linalg.cholesky_ex(reverse, out=(reverse, failed))
+    if bool(failed.any()):  # by rounding, where H is large and its inputs are all but equal
+        if h.dtype == torch.float64:
+            raise ValueError("calibration: the inputs' second moments have no inverse")
+        del reverse
+        return inverse_factor(h.double())[0].to(h.dtype), alive
+    unit = h.zero_()
+    diagonal.fill_(1.0)
+    torch.linalg.solve_triangular(reverse, unit, upper=False, out=unit)
+    del reverse
+    return unit.flip(1, 2), alive
 
 
 def eliminate(w: Tensor, upper: Tensor, kept: Tensor, choose: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
     """Columns with their zeros, and E, what each lost; `choose` (n, m) fills in `kept` as the columns come."""
-    errors = torch.zeros_like(w)
-    diagonal = upper.diagonal(dim1=1, dim2=2)
+    errors, scales = torch.empty_like(w), upper.diagonal(dim1=1, dim2=2)[:, None]
+    lost = torch.where(kept, 0.0, 1 / scales)  # what a weight's error is of the weight
     for j in range(w.shape[2]):
         if choose is not None and j % choose[1] == 0:
             n, m = choose
-            scores = (w[:, :, j : j + m] / diagonal[:, None, j : j + m]).square()
-            kept[:, :, j : j + m] = top(scores.reshape(-1, m), n).view_as(scores)
-        column = w[:, :, j].clone()
-        w[:, :, j] = torch.where(kept[:, :, j], column, 0.0)
-        errors[:, :, j] = (column - w[:, :, j]) / diagonal[:, j, None]
-        w[:, :, j + 1 :] -= errors[:, :, j, None] * upper[:, None, j, j + 1 :]
-    return w, errors
+            here = slice(j, j + m)
+            scores = (w[:, :, here] / scales[:, :, here]).square()
+            kept[:, :, here] = top(scores.reshape(-1, m), n).view_as(scores)
+            lost[:, :, here] = torch.where(kept[:, :, here], 0.0, 1 / scales[:, :, here])
+        # Two operations for a column: a GPU waits for their launches.
+        error = torch.mul(w[:, :, j], lost[:, :, j], out=errors[:, :, j])
+        w[:, :, j + 1 :].addcmul_(error[:, :, None], upper[:, None, j, j + 1 :], value=-1)
+    return torch.where(kept, w, 0.0), errors
 
 
 def _choose(w: Tensor, upper: Tensor, sides: tuple[int, int], shares: Shares) -> Tensor:

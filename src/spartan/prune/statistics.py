@@ -23,8 +23,13 @@ class Statistics:
     def add(self, groups: range, x: Tensor) -> None:
         """Inputs of some groups: (groups, or 1 for all of them) × samples × columns."""
         x = x.to(self.dtype)
-        found = x.transpose(1, 2) @ x if self.moments else x.square().sum(1)
-        self.sums[groups.start : groups.stop] += found
+        mine = self.sums[groups.start : groups.stop]
+        if not self.moments:
+            mine += x.square().sum(1)
+        elif len(x) == len(groups):
+            mine.baddbmm_(x.mT, x)  # without a second matrix of that size
+        else:
+            mine += x.mT @ x
         for group in groups:
             self.samples[group] += x.shape[1]
 
