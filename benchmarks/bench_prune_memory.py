@@ -67,7 +67,7 @@ def give(device: str, size: float) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory / MIB
-    torch.cuda.set_per_process_memory_fraction(min(1.0, size / total), torch.device(device))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, size / total), torch.empty(0, device=device).device)
 
 
 def fits(device: str, size: float) -> bool:
