@@ -6,6 +6,7 @@ A is what is kept, B a larger set that some methods also train; both come from a
     mask     w = mask · θ, projected on A or not
     back     gradients for w into gradients for θ: factors on A, on B∖A and on the rest, or through the mask
     decay    a multiple of θ, by the same three sets, added to the gradient once per step, unscaled
+    pace     how far θ goes along with the optimizer's update, by the same three sets
 """
 
 from collections.abc import Callable, Sequence
@@ -94,6 +95,7 @@ class Form(NamedTuple):
         kept: the name of A where it is stored although the mask is not; `more`: that of B.
         own: an autograd expression, from one tensor per target to as many, where the above does not fit. It may use
             learned parameters. Then `mask` and `back` say nothing, unless the mask is `Shifted`.
+        pace: see above; None is all the way, everywhere.
     """
 
     mask: Mask | Shrunk | Shifted | Stored = Mask.ONE
@@ -104,6 +106,7 @@ class Form(NamedTuple):
     kept: str | None = None
     more: str | None = None
     own: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
+    pace: Where | None = None
 
     @property
     def stored(self) -> str | None:

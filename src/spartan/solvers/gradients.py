@@ -132,6 +132,15 @@ class Gradients(Sampling):
             if g is not None:
                 g.add_(added if scale is None else added * scale.to(added.dtype))
 
+    def pace(self, form: Form, which: Sequence[int]) -> None:
+        """Of these parameters, which an optimizer has moved away from θ: let them go as far as the form says."""
+        assert form.pace is not None
+        factors = self.per_target(self.spread(self._factors(form, form.pace)))
+        for i in which:
+            moved = self.problem.targets[i].local
+            # A factor of 1 leaves what the optimizer made of θ as it is, to the bit.
+            torch.lerp(self.theta.views[i], moved, factors[i].to(moved.dtype), out=moved)
+
     def decay(self, form: Form) -> list[Tensor]:
         """What the form adds to the gradients for θ whatever the loss: a multiple of θ, or of ψ times its slope."""
         assert form.decay is not None

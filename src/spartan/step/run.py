@@ -98,6 +98,8 @@ class Run:
         """After one optimizer's step, or all of them: the schedule moves on, masks are solved anew, w goes back."""
         with self.weights.together():
             try:
+                if not isinstance(optimizer, LBFGS):  # whose line search has looked at where it goes
+                    self.weights.pace(mine, self.at)
                 self.weights.take(mine)
                 if not skipped(optimizer):
                     if advance:

@@ -101,6 +101,12 @@ class Weights:
             if mine:
                 part.take(mine)
 
+    def pace(self, which: Sequence[int], at: Moment) -> None:
+        """Let these parameters, which an optimizer has moved away from θ, go as far as the method says."""
+        for (part, form), mine in zip(self.each(at), self.local(which), strict=True):
+            if mine and form is not None and form.pace is not None and isinstance(part, TorchSolver):
+                part.pace(form, mine)
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Inside, what solvers are to do may wait for the end, to be started at once."""

@@ -130,8 +130,8 @@ def check_powers() -> None:
         compile_it(gradient.through_learned, owners, ADD=True, **both)
         compile_it(gradient.teach, ADD=False, **both)
         compile_it(gradient.pull_on_shift, taus, **both)
-        for decay in (False, True):
-            by = {"more_masks": None, "scale": None, "MORE": weights.EVERYTHING, "DECAY": decay}
+        for do in (gradient.TIMES, gradient.DECAY, gradient.PACE):
+            by = {"more_masks": None, "scale": None, "MORE": weights.EVERYTHING, "DO": do}
             compile_it(gradient.where, {**owners, "numbers": "*fp32"}, **kept, **by, **both)
         kinds = {"SOFT": True, "ABS": True, "SUM": tl.float32, "COLD": False, "SAMPLED": True}
         compile_it(search, fine_costs=None, fine_prices=None, SEGMENTS=2, ROWS=512, **kinds, **one)
@@ -170,12 +170,13 @@ def compile_runs() -> None:
         for add in (False, True):
             compile_it(nm.through_mask, types, ADD=add, GRAD=tl.bfloat16, PASSES=8, **sides)
         plain: dict[str, Any] = {"ranks": None, "masks": None, "more_masks": None, "scale": None, "GRAD": tl.bfloat16}
-        compile_it(nm.where, types, KEPT=weights.ABOVE, MORE=weights.EVERYTHING, DECAY=False, **plain, **one)
-        compile_it(nm.where, types, KEPT=weights.ABOVE, MORE=weights.ABOVE, DECAY=True, **plain, **sides)
+        compile_it(nm.where, types, KEPT=weights.ABOVE, MORE=weights.EVERYTHING, DO=gradient.TIMES, **plain, **one)
+        compile_it(nm.where, types, KEPT=weights.ABOVE, MORE=weights.ABOVE, DO=gradient.DECAY, **plain, **sides)
+        compile_it(nm.where, types, KEPT=weights.ABOVE, MORE=weights.EVERYTHING, DO=gradient.PACE, **plain, **sides)
         both: dict[str, Any] = {"ranks": None, "KEPT": weights.STORED, "MORE": weights.STORED, "GRAD": tl.float32}
-        compile_it(nm.where, types, DECAY=True, **both, **sides)
+        compile_it(nm.where, types, DO=gradient.DECAY, **both, **sides)
         learned = {"masks": None, "more_masks": None, "scale": None, "KEPT": weights.ABOVE, "MORE": weights.EVERYTHING}
-        compile_it(nm.where, types, DECAY=False, GRAD=tl.float32, **learned, **sides)
+        compile_it(nm.where, types, DO=gradient.TIMES, GRAD=tl.float32, **learned, **sides)
         compile_it(runs.scores, types, **sides)
         compile_it(runs.products, types, GRAD=tl.bfloat16, **sides)
         compile_it(runs.restart, types, **sides)
@@ -208,8 +209,8 @@ def compile_units() -> None:
     }
     for mask in (weights.ONE, weights.SOFT, weights.SHRUNK):
         check_width(spread.project, types, **above, MASK=mask, **one)
-    for decay in (False, True):
-        check_width(spread.where, types, **alone, KEPT=weights.ABOVE, DECAY=decay, **one)
+    for do in (gradient.TIMES, gradient.DECAY, gradient.PACE):
+        check_width(spread.where, types, **alone, KEPT=weights.ABOVE, DO=do, **one)
     check_width(units.through_mask, types, loads=2, **one)
     for other in (tile, apart):
         unprojected = {**nothing, "KEPT": weights.EVERYTHING, "MASK": weights.SOFT}
@@ -224,11 +225,11 @@ def compile_units() -> None:
             ranked = {key: value for key, value in above.items() if key != "ranks"}
             compile_it(spread.project, types, DTYPE=tl.bfloat16, MASK=mask, **ranked, **other)
         both: dict[str, Any] = {"masks": None, "more_masks": None, "scale": None, "KEPT": weights.ABOVE}
-        compile_it(spread.where, types, MORE=weights.ABOVE, DECAY=False, **both, **kinds, **other)
-        compile_it(spread.where, types, ranks=None, MORE=weights.ABOVE, DECAY=True, **both, **kinds, **other)
+        compile_it(spread.where, types, MORE=weights.ABOVE, DO=gradient.TIMES, **both, **kinds, **other)
+        compile_it(spread.where, types, ranks=None, MORE=weights.ABOVE, DO=gradient.DECAY, **both, **kinds, **other)
         kept = {"ranks": None, "KEPT": weights.STORED, "MORE": weights.STORED}
-        for decay in (False, True):
-            compile_it(spread.where, types, DECAY=decay, **kept, **kinds, **other)
+        for do in (gradient.TIMES, gradient.DECAY, gradient.PACE):
+            compile_it(spread.where, types, DO=do, **kept, **kinds, **other)
         compile_it(spread.times_mask, types, masks=None, MASK=weights.SOFT, GRAD=tl.bfloat16, **other)
         compile_it(spread.times_mask, types, ranks=None, MASK=weights.NUMBERS, GRAD=tl.bfloat16, **other)
         compile_it(spread.bend, {**types, "masks": "*fp32", "slopes": "*fp32"}, **kinds, **other)
@@ -257,7 +258,7 @@ if __name__ == "__main__":
     nothing: dict[str, Any] = {"ranks": None, "masks": None}
     for mask in (weights.ONE, weights.SOFT, weights.SHRUNK):
         check_width(weights.project, **nothing, scales=None, rows=None, KEPT=weights.ABOVE, MASK=mask, P=3.0)
-    for decay in (False, True):
+    for do in (gradient.TIMES, gradient.DECAY, gradient.PACE):
         alone: dict[str, Any] = {
             **nothing,
             "more_masks": None,
@@ -265,7 +266,7 @@ if __name__ == "__main__":
             "KEPT": weights.ABOVE,
             "MORE": weights.EVERYTHING,
         }
-        check_width(gradient.where, loads=2, **alone, DECAY=decay)
+        check_width(gradient.where, loads=2, **alone, DO=do)
     several: dict[str, Any] = {"GRAD": tl.float32, "DTYPE": tl.float32, "BLOCK": 2048}
     owners: dict[str, Any] = {"segments": "*i32"}
     compile_it(gradient.pull, owners, **several)
@@ -277,7 +278,7 @@ if __name__ == "__main__":
         "ranks": None,
         "KEPT": weights.STORED,
         "MORE": weights.STORED,
-        "DECAY": True,
+        "DO": gradient.DECAY,
     }
     compile_it(gradient.where, {**owners, "numbers": "*fp32", "scale": "*fp32"}, **stored, **several)
     both: dict[str, Any] = {
@@ -291,7 +292,7 @@ if __name__ == "__main__":
         gradient.where,
         {**owners, "numbers": "*fp32", "more_values": "*fp64"},
         **both,
-        DECAY=False,
+        DO=gradient.TIMES,
         **several,
     )
     kinds: dict[str, Any] = {"DTYPE": tl.bfloat16, "BLOCK": 2048}

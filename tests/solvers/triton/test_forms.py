@@ -36,19 +36,19 @@ SHAPES: dict[Pattern, list[tuple[tuple[int, ...], tuple[int, ...] | None]]] = {
 EACH = (0.5, 0.125)  # of both segments
 FORMS = {
     "one": Form(Mask.ONE, KEPT),
-    "straight": Form(Mask.ONE, STRAIGHT, Where(0.0, 0.5, 0.5)),
+    "straight": Form(Mask.ONE, STRAIGHT, Where(0.0, 0.5, 0.5), pace=Where(1.0, 2.0, 2.0)),
     "soft": Form(Mask.SOFT, VJP.THROUGH),
     "soft, not projected": Form(Mask.SOFT, VJP.THROUGH, project=False),
     "shrunk": Form(Shrunk(1.0), Where(1.0, EACH, EACH)),
     "shrunk, p": Form(Shrunk(2.5), STRAIGHT),
     "shrunk, by outputs": Form(Shrunk(1.0, row_scale=True), STRAIGHT),
-    "b": Form(Mask.ONE, Where(1.0, 1.0, 0.0), Where(0.25, EACH, 0.0)),
+    "b": Form(Mask.ONE, Where(1.0, 1.0, 0.0), Where(0.25, EACH, 0.0), pace=Where(0.25, EACH, 0.0)),
     "everything": Form(Mask.ONE, STRAIGHT, project=False),
-    "stored": Form(Stored("A"), KEPT),
+    "stored": Form(Stored("A"), KEPT, pace=Where(1.0, EACH, EACH)),
     "stored, b": Form(Stored("A"), Where(1.0, 0.5, 0.0), Where(0.25, EACH, 0.0), more="B"),
     "stored, learned": Form(Stored("A"), KEPT, learned="rank"),
     "stored numbers": Form(Stored("m"), VJP.THROUGH, project=False),
-    "learned": Form(Mask.ONE, KEPT, Where(0.25, 0.5, 0.5), learned="rank"),
+    "learned": Form(Mask.ONE, KEPT, Where(0.25, 0.5, 0.5), learned="rank", pace=Where(1.0, 1.5, 1.5)),
     "learned, soft": Form(Mask.SOFT, VJP.THROUGH, learned="rank"),
 }
 
@@ -110,6 +110,25 @@ def compare(solvers: list[TorchSolver], forms: list[Form], missing: tuple[int, .
             for expected, g in zip(*grads, strict=True):
                 if g is not None:
                     torch.testing.assert_close(g, expected, **close)
+    if forms[0].pace is not None:
+        compare_pace(solvers, forms, close)
+
+
+def compare_pace(solvers: list[TorchSolver], forms: list[Form], close: dict[str, Any]) -> None:
+    """How far parameters go that an optimizer has moved: of some of them, the others stay where they are."""
+    moved = [gradients(s, ()) for s in solvers]
+    which = [i for i in range(len(moved[0])) if i != 1]
+    for solver, form, parameters in zip(solvers, forms, moved, strict=True):
+        for target, x in zip(solver.problem.targets, parameters, strict=True):
+            target.local.copy_(x)
+        solver.pace(form, which)
+    factors = solvers[0].per_target(solvers[0].spread(solvers[0]._factors(forms[0], forms[0].pace)))
+    for i, (x, theta, factor) in enumerate(zip(moved[0], solvers[0].theta.views, factors, strict=True)):
+        expected = (theta + factor * (x - theta)).to(x.dtype) if i in which else x
+        for solver in solvers:
+            found = solver.problem.targets[i].local
+            torch.testing.assert_close(found, expected, **close)
+            assert torch.equal(found[factor == 1], x[factor == 1])
 
 
 def choose(solver: TorchSolver, learned: str | None) -> None:

@@ -1,7 +1,7 @@
 """Turns gradients piece by piece, in place."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -120,6 +120,18 @@ class ChunkGradients(ChunkMasks):
             if self.power != 1.0:
                 found.mul_(slope_of(piece, self.power))
             g.add_(found, alpha=alpha)
+
+    def pace(self, form: Form, which: Sequence[int]) -> None:
+        """Of these parameters, which an optimizer has moved away from θ: let them go as far as the form says."""
+        targets, some = self.problem.targets, set(which)
+        moved = [t.local if i in some else None for i, t in enumerate(targets)]
+        if not (self.by_pieces and form.own is None and self._alike(moved)):
+            super().pace(form, which)
+            return
+        assert form.pace is not None
+        factors = self._factors_of(form, form.pace)
+        for piece, x in self.beside(moved):
+            torch.lerp(piece.theta, x, factors(piece), out=x)
 
     # ------------------------------------------------------------------ through masks
 

@@ -215,14 +215,14 @@ class BlockSolver(TritonSolver):
         self._over_units(spread.bend, *tables, *self._grids, **kinds, **self._grain_of(x.to_grads, x.to_thetas))
 
     def launch_where(
-        self, grads: Grads, reading: Reading, rest: tuple[Tensor | None, ...], kinds: dict[str, Any]
+        self, to: Addresses, grads: Grads, reading: Reading, rest: tuple[Tensor | None, ...], kinds: dict[str, Any]
     ) -> Callable[[], None]:
         """What launches `where`."""
         x, p, states = self.kernels, self.ranked, reading.states
-        kinds["GRAIN"] = self._grain_of(x.to_grads, x.to_thetas)["GRAIN"]
-        mine = {key: kind for key, kind in kinds.items() if key != "POWER"}
         given = self._u, reading.ranks, reading.masks, *rest, p.table, p.segments, *self._grids
-        tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), *given, states.floats, states.ints
+        tables = to.of(grads), x.to_thetas.of(self._theta.views), *given, states.floats, states.ints
+        kinds["GRAIN"] = self._grain_of(to, x.to_thetas)["GRAIN"]
+        mine = {key: kind for key, kind in kinds.items() if key != "POWER"}
         return lambda: self._over_units(spread.where, *tables, *self._b_there, **mine)
 
 

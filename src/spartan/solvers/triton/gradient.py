@@ -21,6 +21,10 @@ from spartan.solvers.triton.state import (
 )
 from spartan.solvers.triton.weights import ABOVE, STORED, cut_within, kept_of, line_of, mask_of
 
+# What `where` does with its factors.
+TIMES = tl.constexpr(0)
+DECAY = tl.constexpr(1)
+PACE = tl.constexpr(2)
 # What is made of the sums of `pull` for `through_mask` (`ratios`).
 RATIO = tl.constexpr(0)  # a₁/a₂
 RESIDUAL = tl.constexpr(1)  # |Σ c m − k| / k: a late look at how well the mask was solved
@@ -131,13 +135,22 @@ def through_learned(
 
 
 @triton.jit
+def paced(theta, moved, by):
+    """θ + by·(moved − θ), as `torch.lerp` has it: nothing is lost where `by` is 1."""
+    way = moved - theta
+    return tl.where(by < 0.5, theta + by * way, moved - way * (1.0 - by))
+
+
+@triton.jit
 def where(
     grads, thetas, ranks, masks, more_masks, numbers, scale, table, segments, factors,
     all_floats, all_ints, more_values, more_cuts,
-    KEPT: tl.constexpr, MORE: tl.constexpr, DECAY: tl.constexpr, POWER: tl.constexpr,
+    KEPT: tl.constexpr, MORE: tl.constexpr, DO: tl.constexpr, POWER: tl.constexpr,
     GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """g times a factor on A, on B∖A and on the rest; with DECAY, that factor times ψ is added to g. Both times the slope.
+    """g TIMES a factor on A, on B∖A and on the rest; for DECAY that factor times ψ is added to g. Both times the slope.
+
+    For PACE what is given in the place of g are parameters: they go as far from θ as the factor says.
 
     A and B are EVERYTHING, what is ABOVE a threshold of |ψ| or of given ranks, or STORED, a byte an entry. `numbers`
     has the three factors of every segment. A loss scale, where there is one, multiplies what is added.
@@ -174,7 +187,7 @@ def where(
             inside = here < length
             u = tl.zeros((BLOCK,), tl.float32)
             x = tl.zeros((BLOCK,), DTYPE)
-            if DECAY or POWER != 1.0 or ((KEPT == ABOVE or MORE == ABOVE) and ranks is None):
+            if DO != TIMES or POWER != 1.0 or ((KEPT == ABOVE or MORE == ABOVE) and ranks is None):
                 x = read(theta, start, i, length, DTYPE, BLOCK)
                 u = tl.abs(value_of(x, POWER)) * factor
             if ranks is not None:
@@ -193,10 +206,12 @@ def where(
             else:
                 by = tl.zeros((BLOCK,), tl.float32) + on_a
             g = read(grad, start, i, length, GRAD, BLOCK).to(tl.float32)
-            if POWER != 1.0:
+            if POWER != 1.0 and DO != PACE:
                 by *= slope_of(x, POWER)
-            if DECAY:
+            if DO == DECAY:
                 g += (by * value_of(x, POWER)).to(DTYPE).to(tl.float32)
+            elif DO == PACE:
+                g = paced(x.to(tl.float32), g, by)
             else:
                 g = tl.where(by == 0.0, 0.0, g * by)  # a NaN where nothing is to come is none
             write(grad, start, i, length, g, GRAD, BLOCK)

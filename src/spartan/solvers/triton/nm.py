@@ -13,6 +13,7 @@ TURNED the two are the same. `ranks` and `masks` have the address of each target
 import triton
 import triton.language as tl
 
+from spartan.solvers.triton.gradient import DECAY, PACE, paced
 from spartan.solvers.triton.ptx import log_of_one_plus
 from spartan.solvers.triton.state import row_of, segment_of
 from spartan.solvers.triton.weights import ABOVE, ONE, SHRUNK, SOFT, STORED, shrunk_of
@@ -240,10 +241,10 @@ def through_mask(
 @triton.jit
 def where(
     grads, thetas, ranks, masks, more_masks, by, scale, table, segments, strides, orders, factors, numbers,
-    KEPT: tl.constexpr, MORE: tl.constexpr, DECAY: tl.constexpr, GRAD: tl.constexpr, DTYPE: tl.constexpr,
+    KEPT: tl.constexpr, MORE: tl.constexpr, DO: tl.constexpr, GRAD: tl.constexpr, DTYPE: tl.constexpr,
     TURNED: tl.constexpr, M: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """g times a factor on A, on B∖A and on the rest, `by` segment; with DECAY, that factor times θ is added to g.
+    """g TIMES a factor on A, on B∖A and on the rest, `by` segment; for DECAY that factor times θ is added to g; or PACE.
 
     As `gradient.where`.
     """
@@ -278,8 +279,10 @@ def where(
             if scale is not None:
                 times *= tl.load(scale).to(tl.float32)
             g = tl.load(grad_at + at, mask=inside, other=0.0).to(tl.float32)
-            if DECAY:
+            if DO == DECAY:
                 g += (times * theta).to(DTYPE).to(tl.float32)
+            elif DO == PACE:
+                g = paced(theta.to(tl.float32), g, times)
             else:
                 g = tl.where(times == 0.0, 0.0, g * times)  # a NaN where nothing is to come is none
             tl.store(grad_at + at, g.to(GRAD), mask=inside)

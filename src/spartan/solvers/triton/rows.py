@@ -206,14 +206,14 @@ class RowSolver(TritonSolver):
         """Nothing: its n is told with that of A."""
 
     def launch_where(
-        self, grads: Grads, reading: Reading, rest: tuple[Tensor | None, ...], kinds: dict[str, Any]
+        self, to: Addresses, grads: Grads, reading: Reading, rest: tuple[Tensor | None, ...], kinds: dict[str, Any]
     ) -> Callable[[], None]:
         """What launches `where`."""
         x = self.kernels
         self._tell()
         kinds["WIDE"] = self._side_by_side and on_words(grads, self._theta.views)
         given = {key: kind for key, kind in kinds.items() if key != "POWER"}
-        tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), reading.ranks, reading.masks, *rest
+        tables = to.of(grads), x.to_thetas.of(self._theta.views), reading.ranks, reading.masks, *rest
         return lambda: self._over_runs(nm.where, *tables, **given)
 
 

@@ -8,6 +8,7 @@ vector of units, since methods replace these; vectors of one's own are read from
 import triton
 import triton.language as tl
 
+from spartan.solvers.triton.gradient import DECAY, TIMES, paced
 from spartan.solvers.triton.state import CUT, FLOATS, INTS, VALUE, row_of, segment_of
 from spartan.solvers.triton.units import at_address, corner_of, sides_of, tile_of
 from spartan.solvers.triton.weights import (
@@ -101,10 +102,10 @@ def project(
 def where(
     grads, thetas, units, ranks, masks, more_masks, numbers, scale, table, segments, bases, shapes, columns,
     all_floats, all_ints, more_values, more_cuts,
-    KEPT: tl.constexpr, MORE: tl.constexpr, DECAY: tl.constexpr,
+    KEPT: tl.constexpr, MORE: tl.constexpr, DO: tl.constexpr,
     GRAD: tl.constexpr, DTYPE: tl.constexpr, INLINE: tl.constexpr, GRAIN: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """g times a factor on A, on B∖A and on the rest; with DECAY, that factor times θ is added to g.
+    """g TIMES a factor on A, on B∖A and on the rest; for DECAY that factor times θ is added to g; or PACE.
 
     As `gradient.where`. What a factor leaves as it is, is neither read nor written; what it makes 0 is not read.
     """
@@ -145,15 +146,18 @@ def where(
             by = tl.where(a, on_a, tl.where(b, on_b, on_rest))
             if scale is not None:
                 by *= tl.load(scale).to(tl.float32)
-            moved = there & (by != (0.0 if DECAY else 1.0))
+            moved = there & (by != (0.0 if DO == DECAY else 1.0))
             for j in range(0, w, W):
                 top, inside = tile_of(corner, first, moved, j, w, shape, columns, INLINE, W)
                 for r in range(0, h):
                     at = top + r * step
-                    if DECAY:
+                    if DO != TIMES:
                         theta = tl.load(theta_at + at, mask=inside, other=0.0).to(tl.float32)
                         g = tl.load(grad_at + at, mask=inside, other=0.0).to(tl.float32)
-                        g += (by[:, None] * theta).to(DTYPE).to(tl.float32)
+                        if DO == DECAY:
+                            g += (by[:, None] * theta).to(DTYPE).to(tl.float32)
+                        else:
+                            g = paced(theta, g, by[:, None])
                     else:  # a NaN where nothing is to come is none
                         g = tl.load(grad_at + at, mask=inside & (by != 0.0)[:, None], other=0.0).to(tl.float32)
                         g = g * by[:, None]

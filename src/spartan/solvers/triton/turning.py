@@ -33,7 +33,7 @@ class KernelGradients(FormReader):
     def prepare_gradients(self) -> None:
         """Room for the factors that forms give, and for thresholds."""
         n = len(self.problem.segments)
-        self._factors_there, self._decay_there = (Numbers(n, self.device) for _ in range(2))
+        self._factors_there, self._decay_there, self._pace_there = (Numbers(n, self.device) for _ in range(3))
         # What masks are shrunk by, and what of each piece is just below its threshold.
         self._taus = torch.zeros(n, dtype=torch.float64, device=self.device)
         self._found = torch.zeros(self.ranked.count, dtype=torch.float32, device=self.device)
@@ -165,11 +165,21 @@ class KernelGradients(FormReader):
         if self.reading(form) is None or not self.kernels.alike(grads):
             super().add_decay(form, grads, scale)
             return
-        key, launch, _ = self._launch_where(form, form.decay, grads, self._decay_there, scale, True)
+        key, launch, _ = self._launch_where(form, form.decay, grads, self._decay_there, gradient.DECAY, scale)
         if scale is None:
             self.kernels.replay(key, launch)
         else:  # its address may change
             launch()
+
+    def pace(self, form: Form, which: Sequence[int]) -> None:
+        """Of these parameters, which an optimizer has moved away from θ: let them go as far as the form says."""
+        assert form.pace is not None
+        if self.reading(form) is None:
+            super().pace(form, which)
+            return
+        moved = self.kernels.some(which)
+        key, launch, _ = self._launch_where(form, form.pace, moved, self._pace_there, gradient.PACE)
+        self.kernels.write(key, launch, moved)
 
     def _launch_where(
         self,
@@ -177,8 +187,8 @@ class KernelGradients(FormReader):
         by: Where,
         grads: Grads,
         there: Numbers,
+        do: Any = gradient.TIMES,
         scale: Tensor | None = None,
-        decay: bool = False,
     ) -> tuple[Any, Launch, bool]:
         """What launches `where`, its name, and whether nothing need be told before it is launched again."""
         reading, more, more_masks = self.reading(form), weights.EVERYTHING, None
@@ -189,8 +199,9 @@ class KernelGradients(FormReader):
             more = weights.ABOVE
             self.place_b()
         numbers = there.of([each(n, s) for s in range(len(self.problem.segments)) for n in (by.a, by.b, by.c)])
-        kinds = {"KEPT": reading.kind, "MORE": more, "DECAY": decay, **self._kinds(grads)}
-        launch = self.launch_where(grads, reading, (more_masks, numbers, scale), kinds)
+        kinds = {"KEPT": reading.kind, "MORE": more, "DO": do, **self._kinds(grads)}
+        to = self.kernels.to_parameters if do is gradient.PACE else self.kernels.to_grads
+        launch = self.launch_where(to, grads, reading, (more_masks, numbers, scale), kinds)
         same = more is weights.EVERYTHING and self.problem.pattern.rows is None
         return ("where", form.learned, *plain(kinds)), launch, same
 
@@ -202,12 +213,12 @@ class KernelGradients(FormReader):
         self._b_there[1].copy_(self.cuts_here(self.b.cut))
 
     def launch_where(
-        self, grads: Grads, reading: Reading, rest: tuple[Tensor | None, ...], kinds: dict[str, Any]
+        self, to: Addresses, grads: Grads, reading: Reading, rest: tuple[Tensor | None, ...], kinds: dict[str, Any]
     ) -> Callable[[], None]:
         """What launches `where`; `rest` is where B is stored, the factors, and the scale of what decays."""
         x, p, states = self.kernels, self.ranked, reading.states
         sources = x.to_thetas.of(self._theta.views), reading.ranks, reading.masks, *rest
-        tables = x.to_grads.of(grads), *sources, p.table, p.segments, p.factors, states.floats, states.ints
+        tables = to.of(grads), *sources, p.table, p.segments, p.factors, states.floats, states.ints
         return lambda: x.run(gradient.where, *tables, *self._b_there, pieces=p, **kinds)
 
     def teach(self, form: Form, grads: Grads) -> None:

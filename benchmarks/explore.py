@@ -1,0 +1,160 @@
+"""Explores what a default method should do: runs recipes with settings of an experimental method, each a row of a CSV.
+
+    python benchmarks/explore.py JOBS.txt --csv benchmarks/explore.csv [--jobs 10] [--out FOLDER]
+
+A line of JOBS.txt is a recipe and its settings, as after `spartan train`: `bytes-gpt sparsity=0.9 method_args.p=3`. The
+method is `explore` (below) unless `method=…` names another. Lines run side by side, `--jobs` at a time; failures are rows
+too. Beside the CSV, FILE.log has what was seen of each run of `explore`, twenty times: how far weights move a step and how
+many of those that are kept are exchanged.
+
+`explore` is what these methods are points of: Top-KAST (p=inf), Feather (p=3), IMP (p=inf, gradient=0), by
+
+    w = θ · mask of what is kept, hard (p=inf) or shrunk near the threshold
+    gradients: g where kept, `gradient`·g elsewhere
+    updates: the optimizer's where kept, `pace` times it elsewhere
+    decay: `decay`·θ added to the gradient where pruned
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import math
+import multiprocessing
+import os
+import subprocess
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spartan.app.train.config import load_recipe
+from spartan.app.train.loop import train
+from spartan.methods.base import Method
+from spartan.methods.registry import register
+from spartan.problem.schedules import Moment, Schedule, as_schedule, cubic
+from spartan.solvers.forms import Form, Mask, Shrunk, Where
+from spartan.solvers.torch import TorchSolver
+
+COLUMNS = ["date", "commit", "device", "torch", "recipe", "settings", "seed", "metric", "result", "seconds", "failure"]
+LOOKS = 20
+_seen: dict[int, dict[str, Any]] = {}  # what was there at the last look, by solver
+
+
+@register
+@dataclass(frozen=True)
+class Explore(Method):
+    """What Top-KAST, Feather and IMP are points of."""
+
+    p: float = math.inf
+    gradient: Schedule | float = 1.0
+    pace: Schedule | float = 1.0
+    decay: float = 0.0
+    ramp: Schedule = cubic(0.0, 1.0)
+
+    name = "explore"
+    year = 2026
+    mask_rule = "top-k of |θ|, every step"
+    gradient_rule = "g where kept, a multiple elsewhere; updates likewise"
+    reference = "none"
+    refuses_nm = ""
+    warmup = 0.5
+    finetune = 0.0
+
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
+        """By magnitude; now and then look at what moves."""
+        solver.solve(solver.k)
+        look(solver, at)
+
+    def form(self, solver: TorchSolver, at: Moment) -> Form:
+        """The declarations above."""
+        g, f = (as_schedule(x).at(at.progress) for x in (self.gradient, self.pace))
+        mask = Mask.ONE if math.isinf(self.p) else Shrunk(self.p)
+        decay = Where(0.0, self.decay, self.decay) if self.decay else None
+        return Form(mask, Where(1.0, g, g), decay, pace=None if f == 1.0 else Where(1.0, f, f))
+
+
+def look(solver: TorchSolver, at: Moment) -> None:
+    """Write down how far weights moved in this step and how many that are kept are others."""
+    every, path = max(2, at.total_steps // LOOKS), os.environ.get("EXPLORE_LOG")
+    if path is None or at.step % every not in (every - 1, 0):
+        return
+    theta = torch.cat([x.detach().float().reshape(-1) for x in solver.theta.views])
+    kept = torch.cat([x.reshape(-1) for x in solver.per_target(solver.spread(solver.kept(Form())))])
+    seen = _seen.setdefault(id(solver), {})
+    if at.step % every == 0 and "theta" in seen:
+        way, was = theta - seen["theta"], seen["kept"]
+        facts = {
+            "step": at.step,
+            "tau": float(theta.abs()[kept].min()),
+            "pruned": float(way[~was].square().mean().sqrt()) if bool((~was).any()) else 0.0,
+            "kept": float(way[was].square().mean().sqrt()),
+            "rms": float(theta[kept].square().mean().sqrt()),
+            "changed": float((kept & ~was).sum() / kept.sum()),
+            "changed_since_last": float((kept & ~seen["last"]).sum() / kept.sum()) if "last" in seen else 0.0,
+        }
+        with open(path, "a") as file:
+            file.write(
+                f"{os.environ.get('EXPLORE_RUN')}\t" + "\t".join(f"{k}={v:.4g}" for k, v in facts.items()) + "\n"
+            )
+        seen["last"] = kept
+    seen.update(theta=theta, kept=kept)
+
+
+def run(job: tuple[str, Path, Path | None]) -> list[Any]:
+    """One line of the list, as a row."""
+    line, out, log = job
+    recipe, *sets = line.split()
+    if not any(s.startswith("method=") for s in sets):
+        sets.insert(0, "method=explore")
+    os.environ["EXPLORE_RUN"] = line
+    if log is not None:
+        os.environ["EXPLORE_LOG"] = str(log)
+    started, metric, result, failure, seed = time.monotonic(), "", "", "", ""
+    try:
+        config = load_recipe(recipe, sets)
+        seed = str(config.seed)
+        summary = train(config, out, quiet=True)
+        metric = "test_loss" if "bits_per_byte" in summary else "top1"
+        result = f"{summary[metric] * (1 if metric == 'test_loss' else 100):.4f}"
+    except Exception as error:
+        traceback.print_exc()
+        failure = f"{type(error).__name__}: {error}".split("\n")[0]
+    _seen.clear()
+    settings = " ".join(s for s in sets if not s.startswith(("data.path", "seed=")))
+    row = [recipe, settings, seed, metric, result, f"{time.monotonic() - started:.0f}", failure]
+    print(*row, flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("list", type=Path)
+    parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=Path("runs/explore"))
+    args = parser.parse_args()
+    lines = [line.strip() for line in args.list.read_text().splitlines() if line.strip() and line[0] != "#"]
+    asked = ["git", "describe", "--always", "--dirty"]
+    commit = (
+        subprocess.run(asked, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip() or "unknown"
+    )
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    first = [datetime.date.today().isoformat(), os.environ.get("EXPLORE_COMMIT", commit), device, torch.__version__]
+    jobs = [(line, args.out / f"{time.time_ns()}-{i}", args.csv.with_suffix(".log")) for i, line in enumerate(lines)]
+    new = not args.csv.exists()
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool, args.csv.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if new:
+            writer.writerow(COLUMNS)
+        for row in pool.imap_unordered(run, jobs, chunksize=1):
+            writer.writerow([*first, *row])
+            file.flush()
+
+
+if __name__ == "__main__":
+    main()
