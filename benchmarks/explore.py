@@ -13,6 +13,11 @@ many of those that are kept are exchanged.
     gradients: g where kept, `gradient`·g elsewhere
     updates: the optimizer's where kept, `pace` times it elsewhere
     decay: `decay`·θ added to the gradient where pruned
+    leak: what is pruned loses the fraction `leak`/T of itself in each of the T steps
+
+With `control` the pace is not given but found: such that in a twentieth of the run a share of `control` times the sparsity of
+the moment is exchanged among what is kept; in the second half of the run less and less, and the pace only falls. With `along` what is pruned gets
+of its gradient the part along θ, unit by unit; of single weights that is all of it.
 """
 
 from __future__ import annotations
@@ -26,11 +31,13 @@ import os
 import subprocess
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from spartan.app.train.config import load_recipe
 from spartan.app.train.loop import train
@@ -54,6 +61,9 @@ class Explore(Method):
     gradient: Schedule | float = 1.0
     pace: Schedule | float = 1.0
     decay: float = 0.0
+    leak: float = 0.0
+    control: float = 0.0
+    along: bool = False
     ramp: Schedule = cubic(0.0, 1.0)
 
     name = "explore"
@@ -67,15 +77,65 @@ class Explore(Method):
 
     def choose(self, solver: TorchSolver, at: Moment) -> None:
         """By magnitude; now and then look at what moves."""
+        seen = _seen.setdefault(id(solver), {"pace": 1.0, "masks": []})
+        if self.leak and at.step and seen.get("leaked") != at.step and solver.a is not None:
+            seen["leaked"] = at.step
+            kept = solver.per_target(solver.spread(solver.kept(Form())))
+            solver.rewrite(lambda i, x: torch.where(kept[i], x, x * (1.0 - self.leak / at.total_steps)))
         solver.solve(solver.k)
+        if self.control and at.due:
+            self.adapt(solver, at, seen)
         look(solver, at)
+
+    def adapt(self, solver: TorchSolver, at: Moment, seen: dict[str, Any]) -> None:
+        """Let the pace follow what was exchanged in the last twentieth of the run."""
+        kept = solver.kept(Form())
+        if len(seen["masks"]) == 5:
+            was = seen["masks"].pop(0)
+            changed = float((kept & ~was).sum() / kept.sum())
+            sparsity = 1.0 - float(kept.float().mean())
+            x = at.step / at.total_steps
+            target = self.control * sparsity * min(1.0, 2.0 * (1.0 - x))
+            if changed > 0 and target > 0:
+                by = (target / changed) ** 0.2
+                seen["pace"] = min(4.0, max(0.02, seen["pace"] * (by if x < 0.5 else min(1.0, by))))
+        seen["masks"].append(kept)
 
     def form(self, solver: TorchSolver, at: Moment) -> Form:
         """The declarations above."""
         g, f = (as_schedule(x).at(at.progress) for x in (self.gradient, self.pace))
+        if self.control:
+            f = _seen[id(solver)]["pace"] if id(solver) in _seen else 1.0
         mask = Mask.ONE if math.isinf(self.p) else Shrunk(self.p)
         decay = Where(0.0, self.decay, self.decay) if self.decay else None
-        return Form(mask, Where(1.0, g, g), decay, pace=None if f == 1.0 else Where(1.0, f, f))
+        pace = None if f == 1.0 else Where(1.0, f, f)
+        if not self.along:
+            return Form(mask, Where(1.0, g, g), decay, pace=pace)
+
+        def weights(thetas: Sequence[Tensor]) -> list[Tensor]:
+            kept = solver.per_target(solver.spread(solver.kept(Form())))
+            return [Along.apply(solver, i, x, kept[i]) for i, x in enumerate(thetas)]  # type: ignore[misc]
+
+        return Form(mask, Where(1.0, g, g), decay, own=weights, pace=pace)
+
+
+class Along(torch.autograd.Function):
+    """θ where kept; its gradient is g there, and elsewhere the part of g along θ, unit by unit."""
+
+    @staticmethod
+    def forward(ctx: Any, solver: TorchSolver, i: int, theta: Tensor, kept: Tensor) -> Tensor:
+        """Hard."""
+        ctx.save_for_backward(theta, kept)
+        ctx.of = solver.problem, i
+        return torch.where(kept, theta, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        """g, or its part along θ."""
+        (problem, i), (theta, kept) = ctx.of, ctx.saved_tensors
+        sums = [problem.reduce(i, x) for x in (g * theta, theta * theta)]
+        along = problem.expand(i, sums[0] / sums[1].clamp(min=1e-12)) * theta
+        return None, None, torch.where(kept, g, along), None
 
 
 def look(solver: TorchSolver, at: Moment) -> None:
@@ -94,6 +154,7 @@ def look(solver: TorchSolver, at: Moment) -> None:
             "pruned": float(way[~was].square().mean().sqrt()) if bool((~was).any()) else 0.0,
             "kept": float(way[was].square().mean().sqrt()),
             "rms": float(theta[kept].square().mean().sqrt()),
+            "pace": seen.get("pace", 0.0),
             "changed": float((kept & ~was).sum() / kept.sum()),
             "changed_since_last": float((kept & ~seen["last"]).sum() / kept.sum()) if "last" in seen else 0.0,
         }
