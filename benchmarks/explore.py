@@ -13,11 +13,12 @@ many of those that are kept are exchanged.
     gradients: g where kept, `gradient`·g elsewhere
     updates: the optimizer's where kept, `pace` times it elsewhere
     decay: `decay`·θ added to the gradient where pruned
-    leak: what is pruned loses the fraction `leak`/T of itself in each of the T steps
+    leak: what is pruned loses the fraction `leak`/T of itself in each of the T steps; with `cooling` more at first, and
+        nothing at the end
 
-With `control` the pace is not given but found: such that in a twentieth of the run a share of `control` times the sparsity of
-the moment is exchanged among what is kept; in the second half of the run less and less, and the pace only falls. With `along` what is pruned gets
-of its gradient the part along θ, unit by unit; of single weights that is all of it.
+With `control` the pace is not given but found: such that in a twentieth of the run a share of `control` times the
+sparsity of the moment is exchanged among what is kept; in the second half of the run less and less, and the pace only
+falls. With `along` what is pruned gets of its gradient the part along θ, unit by unit; of single weights that is all.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Explore(Method):
     pace: Schedule | float = 1.0
     decay: float = 0.0
     leak: float = 0.0
+    cooling: bool = False
     control: float = 0.0
     along: bool = False
     ramp: Schedule = cubic(0.0, 1.0)
@@ -81,7 +83,8 @@ class Explore(Method):
         if self.leak and at.step and seen.get("leaked") != at.step and solver.a is not None:
             seen["leaked"] = at.step
             kept = solver.per_target(solver.spread(solver.kept(Form())))
-            solver.rewrite(lambda i, x: torch.where(kept[i], x, x * (1.0 - self.leak / at.total_steps)))
+            lost = self.leak / at.total_steps * (2.0 * (1.0 - at.step / at.total_steps) if self.cooling else 1.0)
+            solver.rewrite(lambda i, x: torch.where(kept[i], x, x * (1.0 - lost)))
         solver.solve(solver.k)
         if self.control and at.due:
             self.adapt(solver, at, seen)
