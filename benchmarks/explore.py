@@ -117,7 +117,7 @@ class Explore(Method):
 
         def weights(thetas: Sequence[Tensor]) -> list[Tensor]:
             kept = solver.per_target(solver.spread(solver.kept(Form())))
-            return [Along.apply(solver, i, x, kept[i]) for i, x in enumerate(thetas)]  # type: ignore[misc]
+            return [Along.apply(solver, i, x, kept[i]) for i, x in enumerate(thetas)]
 
         return Form(mask, Where(1.0, g, g), decay, own=weights, pace=pace)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import spartan
 from spartan import NM, Block, Channel, Flops, Sparsifier, Spartan, TopKAST, Unstructured
 from spartan.methods import SET, ST3, STR, Method, RigL  # type: ignore[attr-defined]
-from tests.contract.kinds import LearnedScores, Regrowing, Sampled
+from tests.contract.kinds import Hurried, LearnedScores, Regrowing, Sampled
 
 METHODS: dict[str, Method] = {entry.name: entry.cls() for entry in spartan.methods()} | {
     "spartan-soft": Spartan(project=False),
@@ -27,6 +27,7 @@ METHODS: dict[str, Method] = {entry.name: entry.cls() for entry in spartan.metho
     # A rewiring in every other step of the contract's short runs.
     "rigl-often": RigL(every=2, fraction=0.5),
     "set-often": SET(every=2, fraction=0.5),
+    "paced-hurried": Hurried(),
     "learned": LearnedScores(),
     "regrowing": Regrowing(),
     "sampled": Sampled(),

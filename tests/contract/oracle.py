@@ -61,6 +61,7 @@ def implicit(u: Tensor, c: Tensor, dual: dict[str, float], k: float) -> Tensor:
 
 def per_unit(solver: TorchSolver, numbers: PerSegment) -> Tensor:
     """A factor per segment at each of its units."""
+    assert not isinstance(numbers, Tensor)  # a device's own numbers are of a step, not of a gradient
     each = numbers if isinstance(numbers, tuple) else (numbers,) * len(solver.problem.segments)
     owners = solver.problem.segment_of
     return torch.cat(

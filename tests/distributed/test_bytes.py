@@ -224,7 +224,7 @@ def test_the_reductions_of_a_step_do_not_depend_on_the_number_of_segments() -> N
 
 
 @pytest.mark.parametrize(
-    "method", ["topkast", "feather", "st3", "rigl", "movement", "probmask", "str", "spartan-learned"]
+    "method", ["topkast", "feather", "paced", "st3", "rigl", "movement", "probmask", "str", "spartan-learned"]
 )
 def test_nor_do_those_of_other_methods(method: str) -> None:
     few, many = (on(2, rounds_of, layers, method)[0] for layers in (4, 40))

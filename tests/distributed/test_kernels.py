@@ -23,6 +23,7 @@ from spartan.methods import ST3, STR, Feather, Method, Movement, RigL, SpartanLe
 from spartan.solvers.forms import KEPT, VJP, Form, Mask, Shrunk, Stored, Where
 from spartan.solvers.torch import TorchSolver
 from spartan.state.sharded import load_sharded, save_sharded
+from tests.contract.kinds import Hurried
 from tests.distributed.cases import whole
 from tests.distributed.workers import on
 from tests.solvers.building import build, problem_of, set_theta, weights_of
@@ -210,6 +211,8 @@ RUNS: dict[str, tuple[Method, dict[str, Any]]] = {
     "imp": (IMP(), {}),
     "st3": (ST3(), {}),
     "feather": (Feather(p=2.5), {}),
+    "paced": (Hurried(), {}),
+    "paced, in blocks": (Hurried(), {"pattern": Block(2, 2)}),
     "learned": (SpartanLearned(beta=linear(1, 5)), {}),
     "movement": (Movement(), {}),
     "rigl": (RigL(every=2, fraction=0.5), {}),

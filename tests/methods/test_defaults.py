@@ -66,6 +66,15 @@ SOURCES: dict[str, Source] = {
         "finetune": (0.3, OURS),
     },
     "imp": {"ramp": (linear(0.0, 1.0), PAPER), **SPARTAN_PHASES},
+    "paced": {
+        "exchange": (0.22, f"{OURS}, docs/paced.md"),
+        "leak": (1.0, f"{OURS}, docs/paced.md"),
+        "p": (3.0, f"{FEATHER}: Feather_aux.forward, p = 3"),
+        "ramp": (cubic(0.0, 1.0), f"{FEATHER}: pruning_scheduler"),
+        "warmup": (0.5, f"{FEATHER}: pruning_scheduler, t2 = 0.5 · ntotalsteps"),
+        "finetune": (0.0, f"{FEATHER}: update_thresh at every step to the end"),
+        "budget": ("global", f"{FEATHER}: get_global_thresh"),
+    },
     "movement": {
         "score_lr": (1e-2, f"{MOVEMENT}: --mask_scores_learning_rate"),
         "ramp": (

@@ -19,6 +19,7 @@ from spartan.app.train.config import RecipeError, load_recipe
 from spartan.app.train.loop import train
 from spartan.app.train.setup import build_method
 from spartan.methods import Method, as_method
+from spartan.methods.paced import Paced
 from spartan.methods.powerprop import Powerprop
 from spartan.problem.schedules import Moment
 from spartan.solvers.torch import TorchSolver
@@ -30,7 +31,7 @@ from tests.contract.own import straight_line
 T, W, FREEZE = 30, 6, 24  # steps, warm-up, first step of finetuning
 SPARSITY, LR, MOMENTUM, DECAY = 0.8, 0.1, 0.9, 1e-2
 NAMES = ("conv.weight", "hidden.weight", "head.weight")
-REFUSED = {"acdc", "powerprop"} | {entry.name for entry in spartan.methods() if entry.cls.grows_from_zero}
+REFUSED = {"acdc", "paced", "powerprop"} | {entry.name for entry in spartan.methods() if entry.cls.grows_from_zero}
 # What needs a sparse model to begin with is tried with one below.
 INNER = [entry.name for entry in spartan.methods() if entry.name not in REFUSED and not entry.cls.keeps_zeros]
 
@@ -288,7 +289,10 @@ class Shrinking(IMP):
 
 def test_methods_that_change_the_dense_weights_are_refused() -> None:
     assert {"acdc", "rigl", "set"} <= REFUSED
-    for name in REFUSED - {"powerprop"}:
+    with pytest.raises(ValueError, match=r"Powerprop: method=Paced\(.* changes the dense weights by itself"):
+        Powerprop("paced")
+    assert Powerprop(Paced(leak=0.0)).method == Paced(leak=0.0)
+    for name in REFUSED - {"paced", "powerprop"}:
         with pytest.raises(ValueError, match=f"Powerprop: method='{name}' restarts"):
             Powerprop(name)
     with pytest.raises(RuntimeError, match="Powerprop: imp changes the dense weights"):

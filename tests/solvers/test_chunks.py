@@ -34,6 +34,7 @@ from spartan.solvers.chunks import pieces
 from spartan.solvers.chunks.search import first_pass
 from spartan.solvers.chunks.solver import ChunkSolver
 from spartan.solvers.forms import KEPT, VJP, Form, Mask
+from tests.contract.kinds import Hurried
 from tests.solvers.building import build, problem_of, set_theta, weights_of
 
 METHODS = {
@@ -57,6 +58,7 @@ METHODS = {
     "st3": ST3(),
     "st3-plain": ST3(rescale=False),
     "st3-sigma": ST3(sigma=True),
+    "paced": Hurried(),
     "feather": Feather(pruned_gradient=0.3),
     "feather-2.5": Feather(p=2.5),
     "srste": SRSTE(decay=1e-2),

@@ -54,6 +54,8 @@ class Method(ABC):
     grows_from_zero: ClassVar[bool] = False
     # Whether it sets dense weights to zero.
     restarts: ClassVar[bool] = False
+    # Whether it changes dense weights in other ways, by itself.
+    rewrites: bool = False
     # Whether it draws random numbers, which are others on another kind of device.
     random: ClassVar[bool] = False
     # Whether the zeros that a model has when the run begins stay zeros.

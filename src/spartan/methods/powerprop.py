@@ -71,6 +71,11 @@ class Powerprop(Method):
                 f"Powerprop: method={inner.name!r} restarts weights from zero, where a power has no slope and nothing "
                 "would move them; topkast, imp, spartan and others that keep θ are accepted"
             )
+        if inner.rewrites:
+            raise ValueError(
+                f"Powerprop: method={inner!r} changes the dense weights by itself, which cannot go through a power; "
+                "topkast, imp, spartan and others that leave θ to the optimizer are accepted"
+            )
         object.__setattr__(self, "method", inner)
         object.__setattr__(self, "power", float(self.alpha))
         same = ("sparse_from", "budget", "warmup", "finetune", "ramp", "refuses_nm", "learned_options")

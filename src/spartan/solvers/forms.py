@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# One number for all segments, or one each.
-PerSegment = float | tuple[float, ...]
+# One number for all segments, or one each; or, where the device finds it, a tensor with one for every target, which is the
+# same for all those of a segment.
+PerSegment = float | tuple[float, ...] | Tensor
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,22 @@ class Where:
     @property
     def everywhere(self) -> bool:
         """Whether all three are 1."""
-        return self.a == self.b == self.c == 1.0
+        return all(isinstance(x, float) and x == 1.0 for x in (self.a, self.b, self.c))
+
+    @property
+    def divides_the_rest(self) -> bool:
+        """Whether B∖A and the rest have factors of their own."""
+        return _differ(self.b, self.c)
+
+    @property
+    def divides(self) -> bool:
+        """Whether A and B∖A have."""
+        return _differ(self.a, self.b)
+
+
+def _differ(x: PerSegment, y: PerSegment) -> bool:
+    """Tensors are not looked at: that would wait for the device."""
+    return x is not y and (isinstance(x, Tensor) or isinstance(y, Tensor) or x != y)
 
 
 KEPT = Where(1.0, 0.0, 0.0)  # g where kept, else 0

@@ -64,6 +64,8 @@ class Gradients(Sampling):
 
     def _per_unit(self, numbers: PerSegment) -> float | Tensor:
         """A number per segment at each of its units; itself where there is one for all."""
+        if isinstance(numbers, Tensor):
+            return self.of_targets(numbers.to(self.dtype))
         if isinstance(numbers, float) or len(set(numbers)) == 1:
             return numbers if isinstance(numbers, float) else numbers[0]
         return self.at_units(torch.tensor(numbers, dtype=self.dtype, device=self.device))
@@ -100,7 +102,7 @@ class Gradients(Sampling):
         """Of every unit."""
         each = (self._per_unit(x) for x in (factors.a, factors.b, factors.c))
         a, b, c = (torch.as_tensor(x, dtype=self.dtype, device=self.device) for x in each)
-        trained = None if factors.b == factors.c else self.trained(form)
+        trained = self.trained(form) if factors.divides_the_rest else None
         return torch.where(self.kept(form), a, b if trained is None else torch.where(trained, b, c))
 
     def _as_given(self, slabs: Sequence[Tensor | None], grads: Grads) -> list[Tensor | None]:

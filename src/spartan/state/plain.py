@@ -185,6 +185,7 @@ def _restore_state(state: Mapping[str, Any], solver: TorchSolver) -> None:
     for key, parameter in mine.learned.items():
         parameter.copy_(torch.cat(each[key]))
     numbers = {kind: {key: [by[name] for name in names] for key, by in state[kind].items()} for kind in TARGETS}
-    mine.per_target = {key: torch.tensor(x, dtype=torch.float64) for key, x in numbers["per_target"].items()}
+    on_targets = numbers["per_target"].items()
+    mine.per_target = {key: torch.tensor(x, dtype=torch.float64).to(solver.device) for key, x in on_targets}
     for key, parameter in mine.learned_per_target.items():
         parameter.copy_(torch.tensor(numbers["learned_per_target"][key], dtype=torch.float64))

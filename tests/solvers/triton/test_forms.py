@@ -116,12 +116,13 @@ def compare(solvers: list[TorchSolver], forms: list[Form], missing: tuple[int, .
 
 def compare_pace(solvers: list[TorchSolver], forms: list[Form], close: dict[str, Any]) -> None:
     """How far parameters go that an optimizer has moved: of some of them, the others stay where they are."""
-    moved = [gradients(s, ()) for s in solvers]
+    moved = [[g for g in gradients(s, ()) if g is not None] for s in solvers]
     which = [i for i in range(len(moved[0])) if i != 1]
     for solver, form, parameters in zip(solvers, forms, moved, strict=True):
         for target, x in zip(solver.problem.targets, parameters, strict=True):
             target.local.copy_(x)
         solver.pace(form, which)
+    assert forms[0].pace is not None
     factors = solvers[0].per_target(solvers[0].spread(solvers[0]._factors(forms[0], forms[0].pace)))
     for i, (x, theta, factor) in enumerate(zip(moved[0], solvers[0].theta.views, factors, strict=True)):
         expected = (theta + factor * (x - theta)).to(x.dtype) if i in which else x

@@ -23,6 +23,7 @@ from spartan.problem.schedules import Moment
 from spartan.solvers.torch import TorchSolver
 from spartan.solvers.triton.state import TOLD
 from spartan.solvers.triton.topk import TopK
+from tests.contract.kinds import Hurried
 from tests.solvers.triton import DEVICE
 from tests.waiting import check_no_step_waits
 
@@ -39,6 +40,7 @@ METHODS: dict[str, Method] = {
     "set": SET(every=2, fraction=0.5),
     "str": STR(),
     "st3": ST3(),
+    "paced": Hurried(),
     "feather": Feather(),
 }
 

@@ -108,7 +108,7 @@ def tensors() -> list[Tensor]:
     return [torch.randn(n, 1, device=DEVICE) for n in SIZES[1:]]
 
 
-@pytest.mark.parametrize("name", ["spartan", "imp", "feather", "topkast"])
+@pytest.mark.parametrize("name", ["spartan", "imp", "feather", "paced", "topkast"])
 def test_forms_over_odd_and_even_weights(name: str) -> None:
     """The same weights and gradients as plain torch's, from one launch over lengths of every kind."""
     found, form = [], FORMS[name]
@@ -122,6 +122,8 @@ def test_forms_over_odd_and_even_weights(name: str) -> None:
         turned = solver.turn(form, [torch.randn_like(w) for w in weights_of(solver)])
         if form.decay is not None:
             solver.add_decay(form, turned)
+        if form.pace is not None:
+            solver.pace(form, range(len(turned)))
         found.append([*weights_of(solver), *turned])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

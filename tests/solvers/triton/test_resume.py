@@ -38,7 +38,7 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
     "method",
     [
         *("spartan", "spartan-soft", "spartan-cached", "topkast-sparse-backward", "imp", "rigl-often"),
-        *("spartan-learned", "movement", "feather", "st3", "str", "probmask", "powerprop"),
+        *("spartan-learned", "movement", "feather", "paced-hurried", "st3", "str", "probmask", "powerprop"),
     ],
 )
 def test_resume_is_bit_identical(method: str) -> None:

@@ -14,6 +14,7 @@ from spartan.methods.base import Method
 from spartan.methods.feather import Feather
 from spartan.methods.srste import SRSTE
 from spartan.methods.st3 import ST3
+from tests.contract.kinds import Hurried
 from tests.solvers.triton import DEVICE
 from tests.waiting import check_no_step_waits
 
@@ -30,6 +31,7 @@ METHODS: dict[str, Method] = {
     "imp": IMP(),
     "srste": SRSTE(),
     "st3": ST3(),
+    "paced": Hurried(),
     "feather": Feather(),
 }
 STEPS = 6  # two of warm-up, two with all that is to go gone, two with the mask fixed

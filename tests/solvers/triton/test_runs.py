@@ -24,6 +24,7 @@ from spartan.methods.static import Static
 from spartan.methods.svite import SViTE
 from spartan.problem.patterns import Pattern
 from spartan.solvers.triton.frozen import FrozenTritonSolver
+from tests.contract.kinds import Hurried
 from tests.solvers.triton import DEVICE
 from tests.waiting import check_no_step_waits
 
@@ -97,6 +98,7 @@ METHODS = {
     "imp": IMP(),
     "movement": Movement(),
     "optg": OptG(epochs=4, steepness=2),
+    "paced": Hurried(),
     "feather": Feather(),
     "feather-2": Feather(p=2.5, pruned_gradient=0.25),
     "st3": ST3(),

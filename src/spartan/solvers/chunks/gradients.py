@@ -81,13 +81,13 @@ class ChunkGradients(ChunkMasks):
 
     def _factors_of(self, form: Form, by: Where) -> Callable[[Piece], Tensor]:
         """The factors of a piece, in room 1: c + (b − c)·[B] + (a − b)·[A]; takes room 2."""
-        in_a = self._members(form, form.stored, self.a) if by.a != by.b else None
+        in_a = self._members(form, form.stored, self.a) if by.divides else None
         in_b = None
-        if by.b != by.c and (form.more is not None or self.b is not None):
+        if by.divides_the_rest and (form.more is not None or self.b is not None):
             in_b = self._members(form, form.more, self.b)
 
         def factors(piece: Piece) -> Tensor:
-            a, b, c = (_of(x, piece.segment) for x in (by.a, by.b, by.c))
+            a, b, c = (_of(x, piece) for x in (by.a, by.b, by.c))
             c = b if in_b is None else c  # everything is in B
             found = piece.room[1]
             if in_a is None:
@@ -220,5 +220,7 @@ class ChunkGradients(ChunkMasks):
         parameter.grad = found if parameter.grad is None else parameter.grad + found
 
 
-def _of(numbers: PerSegment, segment: int) -> float:
-    return numbers if isinstance(numbers, float) else numbers[segment]
+def _of(numbers: PerSegment, piece: Piece) -> float:
+    if isinstance(numbers, Tensor):
+        return float(numbers[piece.i])
+    return numbers if isinstance(numbers, float) else numbers[piece.segment]

@@ -51,8 +51,8 @@ class Before:
 
 
 def _declared(form: Form) -> Form:
-    """Without an expression of its own, which is a new object every time: kernels read the rest."""
-    return form if form.own is None else form._replace(own=None)
+    """Without an expression of its own, which is a new object every time, and without what acts in the step alone."""
+    return form if form.own is None and form.pace is None else form._replace(own=None, pace=None)
 
 
 class Launcher:

@@ -1,7 +1,7 @@
 """Lists many tensors for one launch: tables of addresses, and of the pieces that programs work on."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -212,6 +212,7 @@ class Numbers:
     def __init__(self, segments: int, device: torch.device, each: int = 3) -> None:
         self.there = torch.zeros(segments * each, dtype=torch.float32, device=device)
         self._told = [0.0] * (segments * each)
+        self._found: tuple[object, ...] = ()
 
     def of(self, numbers: list[float]) -> Tensor:
         """Where they lie: always in the same place."""
@@ -225,5 +226,18 @@ class Numbers:
             if cuda:
                 table = table.pin_memory()  # from there the copy is queued, and the host goes on
             self.there.copy_(table, non_blocking=True)
-        self._told = numbers
+        self._told, self._found = numbers, ()
+        return self.there
+
+    def found(self, numbers: Sequence[float | tuple[float, ...] | Tensor], pick: Callable[[Tensor], Tensor]) -> Tensor:
+        """Where they lie, of numbers that are on the device in part: copied there when they are others than before."""
+        if len(self._found) != len(numbers) or any(a is not b for a, b in zip(self._found, numbers, strict=True)):
+            for column, x in zip(self.there.view(-1, len(numbers)).unbind(1), numbers, strict=True):
+                if isinstance(x, Tensor):
+                    column.copy_(pick(x))
+                elif isinstance(x, float):
+                    column.fill_(x)
+                else:
+                    column.copy_(torch.tensor(x, dtype=torch.float32))
+            self._found, self._told = tuple(numbers), [math.nan] * len(self._told)
         return self.there

@@ -193,17 +193,25 @@ class KernelGradients(FormReader):
         """What launches `where`, its name, and whether nothing need be told before it is launched again."""
         reading, more, more_masks = self.reading(form), weights.EVERYTHING, None
         assert reading is not None
-        if by.b != by.c and form.more is not None:
+        if by.divides_the_rest and form.more is not None:
             more, more_masks = weights.STORED, self.stored_more(self.state.per_unit[form.more])
-        elif by.b != by.c and self.b is not None:
+        elif by.divides_the_rest and self.b is not None:
             more = weights.ABOVE
             self.place_b()
-        numbers = there.of([each(n, s) for s in range(len(self.problem.segments)) for n in (by.a, by.b, by.c)])
+        numbers = self._factors_of(by, there)
         kinds = {"KEPT": reading.kind, "MORE": more, "DO": do, **self._kinds(grads)}
         to = self.kernels.to_parameters if do is gradient.PACE else self.kernels.to_grads
         launch = self.launch_where(to, grads, reading, (more_masks, numbers, scale), kinds)
         same = more is weights.EVERYTHING and self.problem.pattern.rows is None
         return ("where", form.learned, *plain(kinds)), launch, same
+
+    def _factors_of(self, by: Where, there: Numbers) -> Tensor:
+        """The three factors of every segment, where kernels read them; what the device found does not leave it."""
+        three, segments = (by.a, by.b, by.c), self.problem.segments
+        if not any(isinstance(x, Tensor) for x in three):
+            return there.of([each(x, s) for s in range(len(segments)) for x in three])
+        firsts = self.constant([segment.targets[0] for segment in segments])
+        return there.found(three, lambda x: x[firsts])
 
     def place_b(self) -> None:
         """Put the thresholds of B where kernels read them."""
@@ -283,7 +291,8 @@ class ShiftGradient:
 
 
 def each(number: PerSegment, segment: int) -> float:
-    """A number of one segment."""
+    """A number of one segment, where the host knows it."""
+    assert not isinstance(number, Tensor)
     return number[segment] if isinstance(number, tuple) else number
 
 

@@ -1,0 +1,124 @@
+"""Paced: what is pruned goes on learning, as fast as a set share of what is kept is exchanged."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spartan.methods.base import Method
+from spartan.methods.registry import register
+from spartan.problem.schedules import Moment, Schedule, cubic
+from spartan.solvers.forms import STRAIGHT, Form, Mask, Shrunk, Where
+from spartan.solvers.torch import TorchSolver
+
+WINDOW = 5  # looks, of which there are a hundred in a run, over which an exchange is counted
+SLOWEST, FASTEST = 0.02, 4.0
+
+
+@register
+@dataclass(frozen=True)
+class Paced(Method):
+    """Paced: top-k of magnitudes, whose pruned weights learn as fast as a set share of the kept ones is exchanged.
+
+        A = top_k |θ|                                  w = θ · max(1 − (τ/u)ᵖ, 0)^(1/p) on A, as in Feather
+        θ ← θ + Δ on A,  θ + f·Δ elsewhere             Δ: the optimizer's update, by the gradient for w straight through
+        f ← f · (e/ê)^(1/5)                            a hundred times in a run
+        θ ← (1 − l) · θ where pruned                   likewise
+
+    ê is the share of A that came in over the last twentieth of the run, e what it should be: `exchange` times the
+    sparsity of the moment, and from the end of the warm-up on falling to 0 with the time that is left; from then on f
+    only falls. So the same setting explores as much whatever the optimizer, the learning rate, the size of weights and
+    the length of the run are; a factor on gradients would not, as Adam takes it out again. The leak l makes pruned
+    weights forget what they learned long ago: without an update they would lose `leak` e-folds in the run, most at first.
+
+    Args:
+        exchange: what share of the kept weights is exchanged in a twentieth of the run, times the sparsity.
+        leak: how many times over the run pruned weights would shrink to 1/e; 0 for none.
+        p: how weights are shrunk near the threshold: 1 is soft thresholding, ∞ hard. Units of several weights and N:M
+            have hard masks, whatever p: their magnitudes differ so little that almost nothing would be left of them.
+        ramp: how the sparsity grows over the warm-up, from 0 to 1 of the final one.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 8)
+        >>> s = spartan.Sparsifier(model, sparsity=0.75, total_steps=10, method=Paced(), warmup=0)
+        >>> int((model.weight != 0).sum())
+        16
+    """
+
+    exchange: float = 0.22
+    leak: float = 1.0
+    p: float = 3.0
+    ramp: Schedule = cubic(0.0, 1.0)
+
+    name = "paced"
+    year = 2026
+    mask_rule = "top-k of |θ|, every step, shrunk most near the threshold"
+    gradient_rule = "g, straight through; updates times f where pruned"
+    reference = "none: docs/paced.md"
+    refuses_nm = ""
+    warmup = 0.5
+    finetune = 0.0
+
+    def __post_init__(self) -> None:
+        for name, most in (("exchange", 1.0), ("leak", math.inf)):
+            value = getattr(self, name)
+            if not 0 <= value <= most or value == math.inf:
+                limit = "a number in [0, 1]" if most == 1.0 else "a finite number ≥ 0"
+                raise ValueError(f"Paced: {name}={value!r}; {limit} is needed")
+        if not self.p >= 1:
+            raise ValueError(f"Paced: p={self.p!r}; a number of at least 1 is needed, inf for a hard threshold")
+
+    @property
+    def rewrites(self) -> bool:  # type: ignore[override]
+        """Whether what is pruned leaks."""
+        return self.leak > 0
+
+    def setup(self, solver: TorchSolver, at: Moment) -> None:
+        """Every weight is kept, and learns as the optimizer says."""
+        solver.state.per_unit["history"] = torch.full((solver.count,), 255, dtype=torch.uint8, device=solver.device)
+        solver.state.per_target["pace"] = torch.ones(len(solver.problem.targets), dtype=torch.float64).to(solver.device)
+        solver.state.numbers |= {"looks": 0, "looked": -1}
+
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
+        """The largest; a hundred times in a run what is pruned leaks, and the pace follows the exchange."""
+        numbers = solver.state.numbers
+        look = at.due and numbers["looked"] != at.step  # masks may be chosen twice at a step
+        if look and numbers["looks"]:
+            self._leak(solver, at)
+        solver.solve(solver.k)
+        if look:
+            self._look(solver, at)
+            solver.state.numbers = {"looks": numbers["looks"] + 1, "looked": at.step}
+
+    def _leak(self, solver: TorchSolver, at: Moment) -> None:
+        """What was pruned at the last look loses what it is to lose between two looks: 2·leak·(1 − x) a run."""
+        every = max(1, at.total_steps // 100)
+        lost = min(1.0, 2.0 * self.leak * (1.0 - at.progress) * every / at.total_steps)
+        if lost:
+            kept = solver.per_target(solver.spread((solver.state.per_unit["history"] & 1) == 1))
+            solver.rewrite(lambda i, theta: torch.where(kept[i], theta, theta * (1.0 - lost)))
+
+    def _look(self, solver: TorchSolver, at: Moment) -> None:
+        """Count what was exchanged since WINDOW looks ago, and set the pace. The history has a bit for every look."""
+        state, problem = solver.state, solver.problem
+        history, kept = state.per_unit["history"], solver.kept(Form())
+        if state.numbers["looks"] >= WINDOW:
+            came = kept & (((history >> (WINDOW - 1)) & 1) == 0)
+            counts = solver.sum_by_target(came, kept)
+            came_in, left = (solver.segments_of(x) for x in counts)
+            units = solver.segments_of(solver.constant([float(n) for n in problem.all_units]))
+            falls = at.step >= at.warmup_steps
+            remaining = (at.freeze_step - at.step) / max(1, at.freeze_step - at.warmup_steps)
+            wanted = self.exchange * (1.0 - left / units) * min(1.0, remaining)
+            by = (wanted * left / came_in.clamp(min=0.5)) ** (1.0 / WINDOW)
+            by = torch.where(wanted > 0, by.clamp(max=1.0) if falls else by, 1.0)
+            each = by[solver.constant(problem.segment_of)]
+            state.per_target["pace"] = (state.per_target["pace"] * each).clamp(SLOWEST, FASTEST)
+        state.per_unit["history"] = (history << 1) | kept
+
+    def form(self, solver: TorchSolver, at: Moment) -> Form:
+        """The hard or shrunk mask; g everywhere; the pace where pruned."""
+        shrunk = solver.problem.pattern.single and self.p < math.inf
+        pace: Tensor = solver.state.per_target["pace"]
+        return Form(Shrunk(self.p) if shrunk else Mask.ONE, STRAIGHT, pace=Where(1.0, pace, pace))
