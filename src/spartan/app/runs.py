@@ -162,7 +162,7 @@ class RunFolder:
     @property
     def method(self) -> str:
         """The method's name."""
-        return str(self.recipe.get("method", "spartan"))
+        return str(self.recipe.get("method", Config.method))
 
     @property
     def dense(self) -> bool:
