@@ -98,9 +98,8 @@ class Run:
         """After one optimizer's step, or all of them: the schedule moves on, masks are solved anew, w goes back."""
         with self.weights.together():
             try:
-                if not isinstance(optimizer, LBFGS):  # whose line search has looked at where it goes
-                    self.weights.pace(mine, self.at)
-                self.weights.take(mine)
+                # The line search of LBFGS has looked at where it goes.
+                self.weights.take(mine, None if isinstance(optimizer, LBFGS) else self.at)
                 if not skipped(optimizer):
                     if advance:
                         self.at = self.at.next()

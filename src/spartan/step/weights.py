@@ -95,17 +95,14 @@ class Weights:
             if mine:
                 part.put(mine)
 
-    def take(self, which: Sequence[int]) -> None:
-        """θ from the parameters of these targets."""
-        for part, mine in zip(self.parts, self.local(which), strict=True):
-            if mine:
-                part.take(mine)
-
-    def pace(self, which: Sequence[int], at: Moment) -> None:
-        """Let these parameters, which an optimizer has moved away from θ, go as far as the method says."""
-        for (part, form), mine in zip(self.each(at), self.local(which), strict=True):
+    def take(self, which: Sequence[int], at: Moment | None = None) -> None:
+        """θ from the parameters of these targets; with a moment, as far from where it was as the method lets it go."""
+        forms = [(part, None) for part in self.parts] if at is None else self.each(at)
+        for (part, form), mine in zip(forms, self.local(which), strict=True):
             if mine and form is not None and form.pace is not None and isinstance(part, TorchSolver):
                 part.pace(form, mine)
+            if mine:
+                part.take(mine)
 
     @contextmanager
     def together(self) -> Iterator[None]:

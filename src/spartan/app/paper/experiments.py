@@ -116,9 +116,9 @@ def vit(scale: Scale, method: str, side: int, *more: str) -> Experiment:
         recipe = "vitb16-imagenet" + ("" if side == 1 else f"-block{side}")
         return Experiment(recipe, (f"method={method}", *more))
     blocks = () if side == 1 or method == "dense" else (f"pattern=[{side}, {side}]",)
-    beta = ("method_args={beta: [1, 20]}",) if method == "spartan" else ()  # the paper's, of its ViT
     if scale == "small":
-        return Experiment("cifar10-vit", (f"method={method}", *beta, *blocks, *more))
+        return Experiment("cifar10-vit", (f"method={method}", *blocks, *more))
+    beta = ("method_args={beta: [1, 20]}",) if method == "spartan" else ()
     return Experiment("digits", (f"method={method}", "sparsity=0.9", *_TINY_VIT, *beta, *blocks, *more))
 
 

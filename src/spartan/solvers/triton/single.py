@@ -9,7 +9,7 @@ from torch import Tensor
 from spartan.problem.problem import Problem
 from spartan.solvers.base import FINE, Grads
 from spartan.solvers.forms import Form, Mask, Shifted, Shrunk, Stored
-from spartan.solvers.triton import powers, weights
+from spartan.solvers.triton import gradient, powers, weights
 from spartan.solvers.triton.reading import Reading
 from spartan.solvers.triton.state import CUT
 from spartan.solvers.triton.tables import Addresses
@@ -38,6 +38,16 @@ class TritonSolver(KernelGradients):
         x = self.kernels
         tables = x.to_parameters.of(x.some(which)), x.to_thetas.of(self._theta.views), x.pieces.table, x.bad, x.numbers
         x.replay("take", lambda: x.run(weights.take, *tables, FINE=FINE, DTYPE=x.dtype))
+
+    def pace(self, form: Form, which: Sequence[int]) -> None:
+        """Of these parameters, which an optimizer has moved away from θ: let them go as far as the form says."""
+        assert form.pace is not None
+        if self.reading(form) is None:
+            super().pace(form, which)
+            return
+        moved = self.kernels.some(which)
+        key, launch, _ = self.where_launch(form, form.pace, moved, self.pace_there, gradient.PACE)
+        self.kernels.write(key, launch, moved)
 
     def check_weights(self, which: Sequence[int]) -> None:
         """Nothing: kernels look while they take."""

@@ -1,7 +1,7 @@
 """Lists many tensors for one launch: tables of addresses, and of the pieces that programs work on."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spartan.ops.parts import CostGrid
 from spartan.solvers.base import there
+from spartan.solvers.forms import PerSegment
 from spartan.solvers.triton.replay import Replay
 
 # A program's share. Small enough to fill a GPU with a few million weights, large enough that the pieces' own sums,
@@ -229,15 +230,25 @@ class Numbers:
         self._told, self._found = numbers, ()
         return self.there
 
-    def found(self, numbers: Sequence[float | tuple[float, ...] | Tensor], pick: Callable[[Tensor], Tensor]) -> Tensor:
-        """Where they lie, of numbers that are on the device in part: copied there when they are others than before."""
-        if len(self._found) != len(numbers) or any(a is not b for a, b in zip(self._found, numbers, strict=True)):
-            for column, x in zip(self.there.view(-1, len(numbers)).unbind(1), numbers, strict=True):
+    def of_three(self, three: Sequence[PerSegment], firsts: Tensor) -> Tensor:
+        """The same of factors; what the device found does not leave it, and is copied when it is another than before.
+
+        `firsts` has the first target of every segment.
+        """
+        if not any(isinstance(x, Tensor) for x in three):
+            return self.of([_number(x, s) for s in range(len(firsts)) for x in three])
+        if len(self._found) != 3 or any(a is not b for a, b in zip(self._found, three, strict=True)):
+            for column, x in zip(self.there.view(-1, 3).unbind(1), three, strict=True):
                 if isinstance(x, Tensor):
-                    column.copy_(pick(x))
-                elif isinstance(x, float):
-                    column.fill_(x)
+                    column.copy_(x[firsts])
                 else:
-                    column.copy_(torch.tensor(x, dtype=torch.float32))
-            self._found, self._told = tuple(numbers), [math.nan] * len(self._told)
+                    for s in range(len(firsts)):
+                        column[s].fill_(_number(x, s))
+            self._found, self._told = tuple(three), [math.nan] * len(self._told)
         return self.there
+
+
+def _number(of: PerSegment, segment: int) -> float:
+    """That of one segment, where the host knows it."""
+    assert not isinstance(of, Tensor)
+    return of[segment] if isinstance(of, tuple) else of

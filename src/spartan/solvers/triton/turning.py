@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags, Grads
-from spartan.solvers.forms import KEPT, VJP, Form, Mask, PerSegment, Shifted, Stored, Where
+from spartan.solvers.forms import KEPT, VJP, Form, Mask, Shifted, Stored, Where
 from spartan.solvers.triton import gradient, powers, ratios, weights
 from spartan.solvers.triton.reading import FormReader, Reading
 from spartan.solvers.triton.tables import Addresses, Numbers
@@ -33,7 +33,7 @@ class KernelGradients(FormReader):
     def prepare_gradients(self) -> None:
         """Room for the factors that forms give, and for thresholds."""
         n = len(self.problem.segments)
-        self._factors_there, self._decay_there, self._pace_there = (Numbers(n, self.device) for _ in range(3))
+        self._factors_there, self._decay_there, self.pace_there = (Numbers(n, self.device) for _ in range(3))
         # What masks are shrunk by, and what of each piece is just below its threshold.
         self._taus = torch.zeros(n, dtype=torch.float64, device=self.device)
         self._found = torch.zeros(self.ranked.count, dtype=torch.float32, device=self.device)
@@ -128,7 +128,7 @@ class KernelGradients(FormReader):
         rest = p.factors, states.floats, states.ints, self._sums
         shifts = self.state.learned_per_target[name]
         learn = self._on_shifts.launch(shifts, self._sums)
-        key, launch, _ = self._launch_where(form, KEPT, grads, self._factors_there)
+        key, launch, _ = self.where_launch(form, KEPT, grads, self._factors_there)
 
         def launch_all() -> None:
             x.run(gradient.pull_on_shift, *tables, *rest, pieces=p, **kinds)
@@ -146,7 +146,7 @@ class KernelGradients(FormReader):
             kind, tables = x.kinds(grads)["GRAD"], (x.to_grads.of(grads), reading.masks, x.pieces.table)
             self.replay_turn(form, ("where stored", kind), lambda: x.run(gradient.where_stored, *tables, GRAD=kind))
             return
-        key, launch, same = self._launch_where(form, form.back, grads, self._factors_there)
+        key, launch, same = self.where_launch(form, form.back, grads, self._factors_there)
         if same:
             self.replay_turn(form, key, launch)
         else:
@@ -165,23 +165,13 @@ class KernelGradients(FormReader):
         if self.reading(form) is None or not self.kernels.alike(grads):
             super().add_decay(form, grads, scale)
             return
-        key, launch, _ = self._launch_where(form, form.decay, grads, self._decay_there, gradient.DECAY, scale)
+        key, launch, _ = self.where_launch(form, form.decay, grads, self._decay_there, gradient.DECAY, scale)
         if scale is None:
             self.kernels.replay(key, launch)
         else:  # its address may change
             launch()
 
-    def pace(self, form: Form, which: Sequence[int]) -> None:
-        """Of these parameters, which an optimizer has moved away from θ: let them go as far as the form says."""
-        assert form.pace is not None
-        if self.reading(form) is None:
-            super().pace(form, which)
-            return
-        moved = self.kernels.some(which)
-        key, launch, _ = self._launch_where(form, form.pace, moved, self._pace_there, gradient.PACE)
-        self.kernels.write(key, launch, moved)
-
-    def _launch_where(
+    def where_launch(
         self,
         form: Form,
         by: Where,
@@ -198,20 +188,13 @@ class KernelGradients(FormReader):
         elif by.divides_the_rest and self.b is not None:
             more = weights.ABOVE
             self.place_b()
-        numbers = self._factors_of(by, there)
+        firsts = self.constant([segment.targets[0] for segment in self.problem.segments])
+        numbers = there.of_three((by.a, by.b, by.c), firsts)
         kinds = {"KEPT": reading.kind, "MORE": more, "DO": do, **self._kinds(grads)}
         to = self.kernels.to_parameters if do is gradient.PACE else self.kernels.to_grads
         launch = self.launch_where(to, grads, reading, (more_masks, numbers, scale), kinds)
         same = more is weights.EVERYTHING and self.problem.pattern.rows is None
         return ("where", form.learned, *plain(kinds)), launch, same
-
-    def _factors_of(self, by: Where, there: Numbers) -> Tensor:
-        """The three factors of every segment, where kernels read them; what the device found does not leave it."""
-        three, segments = (by.a, by.b, by.c), self.problem.segments
-        if not any(isinstance(x, Tensor) for x in three):
-            return there.of([each(x, s) for s in range(len(segments)) for x in three])
-        firsts = self.constant([segment.targets[0] for segment in segments])
-        return there.found(three, lambda x: x[firsts])
 
     def place_b(self) -> None:
         """Put the thresholds of B where kernels read them."""
@@ -288,12 +271,6 @@ class ShiftGradient:
             parameter.grad = self.found
         else:
             parameter.grad.add_(self.found)
-
-
-def each(number: PerSegment, segment: int) -> float:
-    """A number of one segment, where the host knows it."""
-    assert not isinstance(number, Tensor)
-    return number[segment] if isinstance(number, tuple) else number
 
 
 def plain(kinds: Mapping[str, Any]) -> tuple[Any, ...]:
