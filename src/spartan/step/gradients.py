@@ -43,11 +43,12 @@ class GradientState:
 
     Args:
         targets: whose gradients.
-        turn: turns all fresh gradients, at the end of a backward; it calls `turn_fresh`.
+        turn: turns all fresh gradients, at the end of a backward; it calls `turn_fresh`. It is told whether to look at the
+            model closely, since no step, which does so, has come after the last backward.
         model: the model, possibly wrapped.
     """
 
-    def __init__(self, targets: Sequence[Target], turn: Callable[[], None], model: nn.Module) -> None:
+    def __init__(self, targets: Sequence[Target], turn: Callable[[bool], None], model: nn.Module) -> None:
         for target in targets:
             if target.sparse_gradient:
                 raise ValueError(
@@ -64,6 +65,7 @@ class GradientState:
         self._aside: dict[int, Tensor] = {}  # gradients for θ, by target, while others are accumulated
         self._seen: dict[int, Tensor] = {}  # gradients for w, where a method looks at them
         self._task = [-1]  # the backward at whose end a call is queued; this list stays too
+        self._stepped = True  # whether a step has come since the last backward
         self.raw = False  # whether what the last backward accumulated was left as it is
         self._differentiable = False  # whether gradients since the last step are to be differentiated again
         self.paused = False  # whether gradients are none of ours for a while
@@ -119,7 +121,7 @@ class GradientState:
 
     def stepped(self, which: Sequence[int]) -> None:
         """An optimizer has used the gradients of these targets."""
-        self.unused, self._differentiable = 0, False
+        self.unused, self._differentiable, self._stepped = 0, False, True
         kind, used, versions, whole = self._kind, self._used, self._used_versions, self._whole
         if whole and len(which) == len(kind) == kind.count(TURNED):  # the rule
             grads = list(map(grad_of, self._parameters))
@@ -171,10 +173,11 @@ class GradientState:
             if not all(fresh):  # also where this backward did not reach: through the budget it adds something there
                 self.set_aside(fresh)
             turn(fresh)
-            grads = list(map(grad_of, self._parameters))
-            self._kind[:] = [RAW if grad is None else TURNED for grad in grads]
-            self._lacks_decay = [True] * len(grads)
-            self._first = None if grads[0] is None else TensorWeakRef(grads[0])
+            every = all(fresh)  # what was there still is
+            self._kind[:] = [TURNED if every or p.grad is not None else RAW for p in self._parameters]
+            self._lacks_decay = [True] * len(fresh)
+            first = self._parameters[0].grad
+            self._first = None if first is None else TensorWeakRef(first)
         while self._aside:
             i, before = self._aside.popitem()
             parameter = self._parameters[i]
@@ -223,9 +226,10 @@ class GradientState:
     def _end(self, reentrant: bool) -> None:
         self._task[0] = -1
         self.raw = reentrant or self.left_for_the_step()
-        turn = self._turn()
+        turn, check = self._turn(), not self._stepped
+        self._stepped = False
         if not self.raw and turn is not None and not self.paused:
-            turn()
+            turn(check)
 
     def left_for_the_step(self) -> bool:
         """Whether gradients stay those for w until the step: where the end of a backward is not the end of their making.

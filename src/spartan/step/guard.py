@@ -83,6 +83,10 @@ class Guard:
         self._versions = self._versions_now()
         self._sums = None if anew else self._sums
 
+    def same_versions(self) -> bool:
+        """Whether nobody has written to the model's parameters, as far as torch knows."""
+        return self._versions_now() == self._versions
+
     def _versions_now(self) -> list[int]:
         if self.whole:
             return list(map(_version_of, self._parameters))
@@ -116,7 +120,7 @@ class Guard:
         Writes through `.data` leave no trace in versions: with `look` the values are compared in any case.
         """
         self.same_tensors()
-        same = not look and self._versions_now() == self._versions
+        same = not look and self.same_versions()
         if not (same or self.weights.method.identity or self.perturbed()):
             self._look_at_values(write)
 

@@ -114,14 +114,18 @@ class Run:
 
     # ------------------------------------------------------------------ gradients
 
-    def backward(self) -> None:
-        """Turn the fresh gradients for w in `.grad` into gradients for θ, in place; missing ones count as zero."""
+    def backward(self, check: bool = True) -> None:
+        """Turn the fresh gradients for w in `.grad` into gradients for θ, in place; missing ones count as zero.
+
+        Without `check`, only versions are looked at: whether the model has other tensors now is for the step to see.
+        """
         ddp = replicas(self._model)
         self.guard.check_join(ddp)
         if ddp is not self._ddp:  # wrapped since
             self._ddp = ddp
             check_copies(ddp, [] if self.method.identity else look.thetas(self.weights))
-        self.check_model()
+        if check or not self.guard.same_versions():
+            self.check_model()
         if not self.method.identity and self.gradients.turn_fresh(self._turn) and self._clip is not None:
             self._clip.remember()
 
