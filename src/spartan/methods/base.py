@@ -54,7 +54,7 @@ class Method(ABC):
     grows_from_zero: ClassVar[bool] = False
     # Whether it sets dense weights to zero.
     restarts: ClassVar[bool] = False
-    # Whether it draws random numbers, which are others on another kind of device.
+    # Whether it draws masks at random.
     random: ClassVar[bool] = False
     # Whether the zeros that a model has when the run begins stay zeros.
     keeps_zeros: ClassVar[bool] = False

@@ -80,17 +80,12 @@ class Guard:
 
     def written(self, anew: bool = True) -> None:
         """The model holds what it should; not `anew` where it is the same as before."""
-        self._versions = self._versions_now()
+        self._versions = _versions_of(self._parameters, self.whole)
         self._sums = None if anew else self._sums
 
     def same_versions(self) -> bool:
         """Whether nobody has written to the model's parameters, as far as torch knows."""
-        return self._versions_now() == self._versions
-
-    def _versions_now(self) -> list[int]:
-        if self.whole:
-            return list(map(_version_of, self._parameters))
-        return [version(p) for p in self._parameters]
+        return _versions_of(self._parameters, self.whole) == self._versions
 
     def _checksums(self) -> Tensor:
         """A number per target that changes with its values."""
@@ -256,6 +251,11 @@ class Guard:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+def _versions_of(parameters: Sequence[Tensor], whole: bool) -> list[int]:
+    """How often torch has seen each of them written to; `whole` where none is in shards, which is C."""
+    return list(map(_version_of, parameters)) if whole else [version(p) for p in parameters]
 
 
 def check_copies(ddp: DistributedDataParallel | None, thetas: Sequence[Tensor]) -> None:

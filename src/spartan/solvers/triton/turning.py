@@ -63,11 +63,12 @@ class KernelGradients(FormReader):
         elif form.back is VJP.THROUGH:
             self.through_mask(form, turned)
         else:
-            self.teach(form, turned)
-            if form.back.everywhere:
-                self._times_slope(turned)
-            else:
-                self.where(form, turned)
+            with x.replay.as_one():
+                self.teach(form, turned)
+                if form.back.everywhere:
+                    self._times_slope(turned)
+                else:
+                    self.where(form, turned)
         return turned
 
     def through_mask(self, form: Form, grads: Grads) -> None:
