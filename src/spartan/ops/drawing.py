@@ -15,7 +15,7 @@ FACTORS = 0xED5AD4BB - (1 << 32), 0xAC4C1B51 - (1 << 32), 0x31848BAB
 
 
 class Key(NamedTuple):
-    """Which numbers are drawn: 64 bits, as two signed numbers."""
+    """Which numbers are drawn: 64 bits, as two signed numbers. The first is where indices begin."""
 
     one: int
     two: int
@@ -23,6 +23,10 @@ class Key(NamedTuple):
     def __xor__(self, other: "Key") -> "Key":
         """Another key, made of two."""
         return Key(self.one ^ other.one, self.two ^ other.two)
+
+    def after(self, n: int) -> "Key":
+        """The key by which index 0 has what n has by this one."""
+        return Key(signed(self.one + n), self.two)
 
 
 def key_of(*numbers: int) -> Key:
@@ -40,7 +44,7 @@ def signed(number: int) -> int:
 
 
 def uniform(index: Tensor, key: Key, out: Tensor | None = None, room: Tensor | None = None) -> Tensor:
-    """The numbers in [0, 1) of these indices under a key, each a multiple of 2⁻²⁴; float32.
+    """The numbers in (0, 1) of these indices under a key, each an odd multiple of 2⁻²⁴, of which float32 has all.
 
     Args:
         index: int32; beyond 2³² indices, and their numbers, repeat.
@@ -49,13 +53,13 @@ def uniform(index: Tensor, key: Key, out: Tensor | None = None, room: Tensor | N
         room: int32, two rows as long as the index, for what is between.
     """
     x, high = torch.empty(2, *index.shape, dtype=torch.int32, device=index.device) if room is None else room
-    torch.bitwise_xor(index, key.one, out=x)
+    torch.add(index, key.one, out=x)
     _fold(x, SHIFTS[0], high).mul_(FACTORS[0]).bitwise_xor_(key.two)
     _fold(x, SHIFTS[1], high).mul_(FACTORS[1])
     _fold(x, SHIFTS[2], high).mul_(FACTORS[2])
-    _fold(x, SHIFTS[3], high).bitwise_right_shift_(8)
+    _fold(x, SHIFTS[3], high).bitwise_right_shift_(9)
     found = torch.empty(index.shape, device=index.device) if out is None else out
-    return found.copy_(x).mul_(2.0**-24).add_(0.5)
+    return found.copy_(x).mul_(2.0**-23).add_(0.5 + 2.0**-24)
 
 
 def _fold(x: Tensor, shift: int, high: Tensor) -> Tensor:

@@ -13,14 +13,12 @@ from spartan.solvers.base import Grads
 from spartan.solvers.clipping import within_budget
 from spartan.solvers.masks import Masks
 
-EDGE = 1e-7  # random numbers are drawn within what float32 tells from 0 and 1
-
 
 class Sampling(Masks):
     """Vectors with an entry per unit, by name."""
 
     def random(self, at: Moment) -> Tensor:
-        """A random number in [0, 1) per unit, of this run and step: the same for a unit on every solver.
+        """A random number in (0, 1) per unit, of this run and step: the same for a unit on every solver.
 
         It is that of the unit's place in the whole weight, however the weight lies, so that processes agree.
         """
@@ -74,7 +72,7 @@ class Sampling(Masks):
         def drawn(s: Tensor, u: Tensor) -> list[Tensor]:
             # A certain unit stays certain, by itself: CPUs take a hundred times as long for the logarithm of 0. The sum
             # of two is one of a product, in half the time.
-            inside, u = s.clamp(least, most), u.clamp_(EDGE, 1.0 - EDGE)
+            inside = s.clamp(least, most)
             m = (inside * u).div_((1.0 - inside).mul_(1.0 - u)).log_().mul_(beta).sigmoid_()
             return [torch.maximum(m.mul_(s.ceil()), s.floor())]
 

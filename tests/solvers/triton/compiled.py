@@ -337,7 +337,7 @@ if __name__ == "__main__":
     vectors = dict.fromkeys(("s", "m", "mean", "square", "grad", "new_s", "new_mean", "new_square", "out"), "*fp32")
     singles = dict.fromkeys(("rate", "to_mean", "to_square", "fix_mean", "fix_square", "eps", "beta"), "fp32")
     given: dict[str, Any] = {**vectors, **singles, "n": "i32", "one": "i32", "two": "i32"}
-    compile_it(drawing.sample, given, EDGE=1e-7, BLOCK=2048)
+    compile_it(drawing.sample, given, BLOCK=2048)
     compile_it(drawing.sample_gradient, given, POWER=1.0, GRAD=tl.bfloat16, DTYPE=tl.float32, BLOCK=2048)
     compile_it(drawing.adam, given, BLOCK=2048)
     for first in (False, True):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spartan.ops.drawing import signed, uniform
+from spartan.ops.drawing import uniform
 from spartan.ops.newton import tolerance
 from spartan.problem.problem import Problem
 from spartan.problem.schedules import Moment
@@ -65,12 +65,11 @@ class ChunkVectors(ChunkGradients):
     def _drawn(self, at: Moment) -> Callable[[Piece], Tensor]:
         """What draws the numbers of `random` for a piece, into room 3."""
         keys, longest = self.keys(at), max(len(piece.theta) for piece in self._pieces)
-        index, room = torch.arange(longest, dtype=torch.int32), torch.empty(3, longest, dtype=torch.int32)
+        index, room = torch.arange(longest, dtype=torch.int32), torch.empty(2, longest, dtype=torch.int32)
 
         def draw(piece: Piece) -> Tensor:
             size = len(piece.theta)
-            places = torch.add(index[:size], signed(piece.here.start), out=room[2, :size])
-            return uniform(places, keys[piece.i], piece.room[3], room[:2, :size])
+            return uniform(index[:size], keys[piece.i].after(piece.here.start), piece.room[3], room[:, :size])
 
         return draw
 

@@ -30,11 +30,11 @@ def fold(x, SHIFT: tl.constexpr):
 
 @triton.jit
 def number_of(index, one, two):
-    """The number in [0, 1) of an index under a key: bit for bit that of `ops.drawing.uniform`."""
-    x = (fold(index ^ one, SHIFT_1) * FACTOR_1) ^ two
+    """The number in (0, 1) of an index under a key: bit for bit that of `ops.drawing.uniform`."""
+    x = (fold(index + one, SHIFT_1) * FACTOR_1) ^ two
     x = fold(x, SHIFT_2) * FACTOR_2
     x = fold(x, SHIFT_3) * FACTOR_3
-    return (fold(x, SHIFT_4) >> 8).to(tl.float32) * 5.9604644775390625e-08 + 0.5
+    return (fold(x, SHIFT_4) >> 9).to(tl.float32) * 1.1920928955078125e-07 + 0.500000059604644775390625
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def random_at(one, two, order, start, i, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["one", "two"])
 def uniform(out, starts, table, orders, one, two, BLOCK: tl.constexpr):
-    """A random number in [0, 1) per unit; `orders` has a row for every target."""
+    """A random number in (0, 1) per unit; `orders` has a row for every target."""
     piece = tl.program_id(0)
     which, start, length, _ = row_of(table, piece)
     first = tl.load(starts + which)
@@ -185,7 +185,7 @@ def shift_ranks(
 
 
 @triton.jit(do_not_specialize=["one", "two"])
-def sample(s, out, starts, table, orders, one, two, beta, EDGE: tl.constexpr, BLOCK: tl.constexpr):
+def sample(s, out, starts, table, orders, one, two, beta, BLOCK: tl.constexpr):
     """sigmoid(β·(logit s + logit U)), U the numbers of `uniform`; where s is 0 or 1, that."""
     piece = tl.program_id(0)
     which, start, length, _ = row_of(table, piece)
@@ -193,7 +193,7 @@ def sample(s, out, starts, table, orders, one, two, beta, EDGE: tl.constexpr, BL
     for i in range(0, length, BLOCK):
         here = i + tl.arange(0, BLOCK)
         inside = here < length
-        u = tl.minimum(tl.maximum(random_at(one, two, orders + 4 * which, start, i, BLOCK), EDGE), 1.0 - EDGE)
+        u = random_at(one, two, orders + 4 * which, start, i, BLOCK)
         chance = tl.load(s + first + start + here, mask=inside, other=0.0)
         free = (chance > 0.0) & (chance < 1.0)
         p = tl.where(free, chance, 0.5)

@@ -10,7 +10,6 @@ from spartan.ops.drawing import key_of
 from spartan.problem.schedules import Moment
 from spartan.solvers import clipping
 from spartan.solvers.base import Grads
-from spartan.solvers.sampling import EDGE
 from spartan.solvers.triton import drawing
 from spartan.solvers.triton.masks import KernelMasks
 from spartan.solvers.triton.tables import Addresses, Pieces
@@ -34,7 +33,7 @@ class KernelVectors(KernelMasks):
         super().redivided()
 
     def random(self, at: Moment) -> Tensor:
-        """A random number in [0, 1) per unit, of this run and step."""
+        """A random number in (0, 1) per unit, of this run and step."""
         x = self._vectors
         if x.orders is None:
             return super().random(at)
@@ -73,8 +72,8 @@ class KernelVectors(KernelMasks):
             super().sample(s, m, beta, at)
             return
         found, tables = torch.empty_like(units[s]), (v.starts_there, v.pieces.table, v.orders)
-        kinds = {"EDGE": EDGE, "BLOCK": BLOCK, "num_warps": 8}
-        drawing.sample[(v.pieces.count,)](units[s], found, *tables, *key_of(at.seed, at.step), beta, **kinds)
+        drawn = *tables, *key_of(at.seed, at.step), beta
+        drawing.sample[(v.pieces.count,)](units[s], found, *drawn, BLOCK=BLOCK, num_warps=8)
         units[m] = found
 
     def sample_gradient(self, s: str, m: str, out: str, beta: float, grads: Grads) -> None:
