@@ -13,6 +13,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -160,10 +161,10 @@ class GradientState:
     def turn_fresh(self, turn: Callable[[list[bool]], None]) -> bool:
         """Have the fresh gradients turned, and add them to those of earlier backwards; whether there were any."""
         if self._aside or self._kind.count(TURNED) < len(self._kind):  # not so after any backward
-            return self._turn_fresh(turn)
+            with without_grad():
+                return self._turn_fresh(turn)
         return False
 
-    @torch.no_grad()
     def _turn_fresh(self, turn: Callable[[list[bool]], None]) -> bool:
         if any(self._kind):
             fresh = [self.fresh(i) for i in range(len(self._kind))]
@@ -247,6 +248,11 @@ class GradientState:
         if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
             return True
         return self._differentiable
+
+
+def without_grad() -> AbstractContextManager[Any]:
+    """Nothing where gradients are off already, as they mostly are in a step: to turn them off takes several calls."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def grads_of(problem: Problem, whole: bool) -> list[Tensor | None]:

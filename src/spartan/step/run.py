@@ -16,7 +16,7 @@ from spartan.solvers.theta import copy_all
 from spartan.solvers.torch import TorchSolver
 from spartan.step import look
 from spartan.step.clip import JointClip
-from spartan.step.gradients import GradientState, grads_of
+from spartan.step.gradients import GradientState, grads_of, without_grad
 from spartan.step.guard import Guard, check_copies
 from spartan.step.moments import forget_all, forget_units
 from spartan.step.weights import Weights
@@ -175,7 +175,7 @@ class Run:
     def solve(self) -> None:
         """New masks for θ at this moment; from the first step of finetuning on they are fixed."""
         if not self.weights.frozen:
-            with torch.no_grad():
+            with without_grad():
                 self._choose()
                 if self.at.phase == "finetune" and not self.method.identity:
                     self.weights.freeze(self.at)
@@ -232,7 +232,7 @@ class Run:
         """Put w into the model; not `anew` where it is the same as before."""
         self.guard.reshard()
         if not self.method.identity:
-            with torch.no_grad():
+            with without_grad():
                 self.weights.write(self.at)
         self.guard.written(anew)
 
