@@ -15,23 +15,21 @@ def draw(n: int, *numbers: int) -> Tensor:
     return uniform(torch.arange(n, dtype=torch.int32), key_of(*numbers))
 
 
-def triple32(x: int, two: int) -> int:
+def hashed(x: int, two: int) -> int:
     """The hash in plain integers, with the second half of a key after its first product."""
-    mask = (1 << 32) - 1
-    x = ((x ^ x >> 17) * 0xED5AD4BB & mask) ^ two
-    x = (x ^ x >> 11) * 0xAC4C1B51 & mask
-    x = (x ^ x >> 15) * 0x31848BAB & mask
+    x = signed((x ^ x >> 17) * 0xED5AD4BB) ^ two
+    x = signed((x ^ x >> 11) * 0xAC4C1B51)
+    x = signed((x ^ x >> 15) * 0x31848BAB)
     return x ^ x >> 14
 
 
 @pytest.mark.parametrize("key", [Key(0, 0), Key(-1, 1), Key(2**31 - 1, -(2**31)), key_of(3, 4)])
 def test_numbers_are_those_of_the_hash(key: Key) -> None:
-    mask = (1 << 32) - 1
     indices = [0, 1, 2, 77, 65_535, 65_536, 2**31 - 1, 2**31, 2**32 - 1, 2**32 + 5]
     found = uniform(torch.tensor([signed(i) for i in indices], dtype=torch.int32), key)
-    hashed = [triple32((i + key.one) & mask, key.two & mask) for i in indices]
-    # Halfway around: the numbers count from −2³¹.
-    assert found.tolist() == [(2 * (((x >> 9) + (1 << 22)) % (1 << 23)) + 1) / (1 << 24) for x in hashed]
+    numbers = [hashed(signed(i + key.one), key.two) for i in indices]
+    assert all(0 <= x < 1 << 31 for x in numbers)
+    assert found.tolist() == [(2 * (x >> 8) + 1) / (1 << 24) for x in numbers]
     assert found.dtype == torch.float32
 
 

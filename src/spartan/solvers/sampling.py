@@ -52,10 +52,13 @@ class Sampling(Masks):
     ) -> None:
         """What is kept per unit under these names ← f(what is kept or learned under others), entry by entry.
 
-        f is also given Σ g·θ of every unit where there are gradients, and a random number of each for a moment.
+        f is also given Σ g·θ of every unit where there are gradients, and a random number of each for a moment. It may
+        overwrite these, and what it replaces.
         """
         units, learned = self.state.per_unit, self.state.learned
         given = [units[name] if name in units else learned[name].detach() for name in read]
+        # Copies: a failed step goes back to what was there.
+        given = [x.clone() if name in names else x for name, x in zip(read, given, strict=True)]
         given += [] if grads is None else [self.products(grads)]
         given += [] if at is None else [self.random(at).to(self.dtype)]
         units.update(zip(names, function(*given), strict=True))
@@ -72,9 +75,10 @@ class Sampling(Masks):
         def drawn(s: Tensor, u: Tensor) -> list[Tensor]:
             # A certain unit stays certain, by itself: CPUs take a hundred times as long for the logarithm of 0. The sum
             # of two is one of a product, in half the time.
-            inside = s.clamp(least, most)
-            m = (inside * u).div_((1.0 - inside).mul_(1.0 - u)).log_().mul_(beta).sigmoid_()
-            return [torch.maximum(m.mul_(s.ceil()), s.floor())]
+            inside, against = s.clamp(least, most), 1.0 - u
+            free = torch.eq(s, inside, out=torch.empty_like(s))  # 1 or 0, which CPUs make faster than bools
+            odds = u.mul_(inside).div_(against.mul_(inside.neg_().add_(1.0)))
+            return [torch.lerp(s, odds.log_().mul_(beta).sigmoid_(), free)]
 
         self.update([m], drawn, [s], at=at)
 
@@ -93,12 +97,12 @@ class Sampling(Masks):
         (one, two), read = betas, list(names)
 
         def step(s: Tensor, mean: Tensor, square: Tensor, grad: Tensor) -> list[Tensor]:
-            mean = torch.lerp(mean, grad, 1.0 - one)
-            square = torch.lerp(square, grad * grad, 1.0 - two)
+            mean.lerp_(grad, 1.0 - one)
+            square.mul_(two).addcmul_(grad, grad, value=1.0 - two)
             # Both moments are divided by what is missing of their weights, 1 − βᵗ: in the numbers here.
             root = math.sqrt(1.0 - two**t)
             scale = square.sqrt().add_(eps * root)
-            return [torch.addcdiv(s, mean, scale, value=-rate * root / (1.0 - one**t)), mean, square]
+            return [s.addcdiv_(mean, scale, value=-rate * root / (1.0 - one**t)), mean, square]
 
         self.update(read[:3], step, read)
         del self.state.per_unit[read[3]]

@@ -51,7 +51,9 @@ class ChunkVectors(ChunkGradients):
             if drawn is not None:
                 arguments.append(drawn(piece))
             for x, new in zip(found, function(*arguments), strict=True):
-                x[piece.units].copy_(new)
+                place = x[piece.units]
+                if new.data_ptr() != place.data_ptr():
+                    place.copy_(new)
         units.update(zip(names, found, strict=True))
 
     def _room_for(self, name: str) -> Tensor:

@@ -24,8 +24,8 @@ KNOWN = tl.constexpr(7)
 
 @triton.jit
 def fold(x, SHIFT: tl.constexpr):
-    """x xor x >> SHIFT, as of a number without a sign."""
-    return x ^ (x.to(tl.uint32, bitcast=True) >> SHIFT).to(tl.int32, bitcast=True)
+    """x xor x >> SHIFT, of signed numbers."""
+    return x ^ (x >> SHIFT)
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def number_of(index, one, two):
     x = (fold(index + one, SHIFT_1) * FACTOR_1) ^ two
     x = fold(x, SHIFT_2) * FACTOR_2
     x = fold(x, SHIFT_3) * FACTOR_3
-    return (fold(x, SHIFT_4) >> 9).to(tl.float32) * 1.1920928955078125e-07 + 0.500000059604644775390625
+    return (fold(x, SHIFT_4) >> 8).to(tl.float32) * 1.1920928955078125e-07 + 5.9604644775390625e-08
 
 
 @triton.jit
