@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import TensorWeakRef
 
 from spartan.distributed import fsdp_modules, is_dtensor, replicas, version
 from spartan.problem.problem import Problem
@@ -62,7 +61,7 @@ class GradientState:
         self._lacks_decay = [False] * n  # what the method adds whatever the loss is not in it yet
         self._used: list[weakref.ref[Tensor] | None] = [None] * n  # what an optimizer has used, and the versions
         self._used_versions = [0] * n
-        self._first: TensorWeakRef | None = None  # the first target's gradient when last turned
+        self._first: weakref.ref[Tensor] | None = None  # the first target's gradient when last turned
         self._aside: dict[int, Tensor] = {}  # gradients for θ, by target, while others are accumulated
         self._seen: dict[int, Tensor] = {}  # gradients for w, where a method looks at them
         self._task = [-1]  # the backward at whose end a call is queued; this list stays too
@@ -104,11 +103,7 @@ class GradientState:
         if grad is None or self._kind[i] != USED:
             return grad is not None and self._kind[i] == RAW
         # Changed since the step: written anew. Changed before the step: clipped or unscaled, perhaps out of place.
-        used = self._used[i]
-        before = None if used is None else used()
-        if before is not None:
-            before._fix_weakref()  # type: ignore[attr-defined]  # as TensorWeakRef does, which is slow to make
-        return before is not grad or version(grad) != self._used_versions[i]
+        return _referred(self._used[i]) is not grad or version(grad) != self._used_versions[i]
 
     def turned(self, i: int) -> None:
         """Target i's gradient is now one for θ."""
@@ -178,7 +173,7 @@ class GradientState:
             self._kind[:] = [TURNED if every or p.grad is not None else RAW for p in self._parameters]
             self._lacks_decay = [True] * len(fresh)
             first = self._parameters[0].grad
-            self._first = None if first is None else TensorWeakRef(first)
+            self._first = None if first is None else weakref.ref(first)
         while self._aside:
             i, before = self._aside.popitem()
             parameter = self._parameters[i]
@@ -209,7 +204,7 @@ class GradientState:
         if not self.raw and self._task[0] != -1 and not reentrant:
             self._aside = {}  # the last backward failed, and never came to its end
         grad, turned = self._parameters[0].grad, self._kind[0] == TURNED and self._first is not None
-        cleared = turned and (grad is None or self._first() is not grad)  # type: ignore[misc]
+        cleared = turned and (grad is None or _referred(self._first) is not grad)
         self.unused = self.unused + 1 if cleared else self.unused
         self._task[0], self.raw = task, False
         if not any(map(there, map(grad_of, self._parameters))):
@@ -248,6 +243,14 @@ class GradientState:
         if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
             return True
         return self._differentiable
+
+
+def _referred(reference: "weakref.ref[Tensor] | None") -> Tensor | None:
+    """The tensor of a weak reference, where it still lives; `TensorWeakRef` does the same, and is slow to make."""
+    found = None if reference is None else reference()
+    if found is not None:
+        found._fix_weakref()  # type: ignore[attr-defined]
+    return found
 
 
 def without_grad() -> AbstractContextManager[Any]:

@@ -17,7 +17,7 @@ from spartan.solvers.theta import copy_all
 from spartan.step.gradients import grads_of
 from spartan.step.weights import Weights, watched_parts
 
-OFTEN = 4  # steps between two looks at the flags of an accelerator
+OFTEN = 16  # steps between two looks at the flags of an accelerator: to fetch them takes the host as long as a launch or two
 _version_of = operator.attrgetter("_version")
 FAR = 1e-3  # a mask this far from its budget, as a fraction of it, deserves a word; 1e-6 is the rule
 
@@ -137,9 +137,9 @@ class Guard:
             )
         self.written()
 
-    def check_join(self, ddp: DistributedDataParallel | None) -> None:
+    def check_join(self, ddp: DistributedDataParallel) -> None:
         """Refuse DDP's `join` where some processes go on when another has run out of data, whose θ then falls behind."""
-        join = None if ddp is None else ddp._join_config
+        join = ddp._join_config
         if (
             join is not None
             and join.enable

@@ -120,7 +120,8 @@ class Run:
         Without `check`, only versions are looked at: whether the model has other tensors now is for the step to see.
         """
         ddp = replicas(self._model)
-        self.guard.check_join(ddp)
+        if ddp is not None:
+            self.guard.check_join(ddp)
         if ddp is not self._ddp:  # wrapped since
             self._ddp = ddp
             check_copies(ddp, [] if self.method.identity else look.thetas(self.weights))
