@@ -59,7 +59,8 @@ def uniform(index: Tensor, key: Key, out: Tensor | None = None, room: Tensor | N
     _fold(x, SHIFTS[2], high).mul_(FACTORS[2])
     _fold(x, SHIFTS[3], high).bitwise_right_shift_(8)
     found = torch.empty(index.shape, device=index.device) if out is None else out
-    return found.copy_(x).mul_(2.0**-23).add_(2.0**-24)
+    # 23 bits beside the exponent of 1 are a number in [1, 2).
+    return torch.sub(x.bitwise_or_(0x3F800000).view(torch.float32), 1.0 - 2.0**-24, out=found)
 
 
 def _fold(x: Tensor, shift: int, high: Tensor) -> Tensor:
