@@ -42,6 +42,8 @@ class Guard:
         self._fsdp = [] if self.whole else fsdp_modules(model)
         self._versions: list[int] = []
         self.perturbed: Callable[[], bool] = lambda: False  # whether weights are moved for a while, and put back
+        # Whether answers are waited for: on a CPU, and where processes must agree on them.
+        self._waits = weights.bad.device.type == "cpu" or not self.ranks.alone
         on_device = weights.bad.device.type == "cuda"
         # Where the flags and the residuals arrive.
         self._watched = weights.watched.cpu().pin_memory() if on_device else weights.watched
@@ -151,11 +153,6 @@ class Guard:
                 "optimizer's state then fall behind. Give every process as many batches, as DistributedSampler does, or "
                 "end all of them together with join(throw_on_early_termination=True)."
             )
-
-    @property
-    def _waits(self) -> bool:
-        """Whether answers are waited for: on a CPU, and where processes must agree on them."""
-        return self.weights.bad.device.type == "cpu" or not self.ranks.alone
 
     def gradients(self, which: Sequence[int], step: int, optimizer: Optimizer) -> None:
         """No NaN or infinite gradient may reach θ, unless a loss scaler is there to skip the update."""
