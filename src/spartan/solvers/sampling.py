@@ -45,23 +45,25 @@ class Sampling(Masks):
     def update(
         self,
         names: Sequence[str],
-        function: Callable[..., Sequence[Tensor]],
+        function: Callable[..., object],
         read: Sequence[str],
         grads: Grads | None = None,
         at: Moment | None = None,
     ) -> None:
         """What is kept per unit under these names ← f(what is kept or learned under others), entry by entry.
 
-        f is also given Σ g·θ of every unit where there are gradients, and a random number of each for a moment. It may
-        overwrite these, and what it replaces.
+        f is also given Σ g·θ of every unit where there are gradients, and a random number of each for a moment; these
+        it may overwrite. The last it is given is a list of tensors to write to, one for each name, which may be the
+        memory of what it reads under that name.
         """
         units, learned = self.state.per_unit, self.state.learned
         given = [units[name] if name in units else learned[name].detach() for name in read]
-        # Copies: a failed step goes back to what was there.
-        given = [x.clone() if name in names else x for name, x in zip(read, given, strict=True)]
         given += [] if grads is None else [self.products(grads)]
         given += [] if at is None else [self.random(at).to(self.dtype)]
-        units.update(zip(names, function(*given), strict=True))
+        # New ones: a failed step goes back to what was there.
+        found = [torch.empty(self.count, dtype=self.dtype, device=self.device) for _ in names]
+        function(*given, found)
+        units.update(zip(names, found, strict=True))
 
     def within_budget(self, s: Tensor) -> Tensor:
         """The nearest numbers in [0, 1], one per unit, whose cost fits the budgets; s may be changed in place."""
@@ -72,13 +74,13 @@ class Sampling(Masks):
         kind = torch.finfo(self.dtype)
         least, most = kind.tiny**0.5, 1.0 - 0.5 * kind.eps
 
-        def drawn(s: Tensor, u: Tensor) -> list[Tensor]:
+        def drawn(s: Tensor, u: Tensor, out: Sequence[Tensor]) -> None:
             # A certain unit stays certain, by itself: CPUs take a hundred times as long for the logarithm of 0. The sum
             # of two is one of a product, in half the time.
             inside, against = s.clamp(least, most), 1.0 - u
             free = torch.eq(s, inside, out=torch.empty_like(s))  # 1 or 0, which CPUs make faster than bools
             odds = u.mul_(inside).div_(against.mul_(inside.neg_().add_(1.0)))
-            return [torch.lerp(s, odds.log_().mul_(beta).sigmoid_(), free)]
+            torch.lerp(s, odds.log_().mul_(beta).sigmoid_(), free, out=out[0])
 
         self.update([m], drawn, [s], at=at)
 
@@ -86,9 +88,9 @@ class Sampling(Masks):
         """∂L/∂s of every unit where w = m·θ: Σ g·θ · βm(1−m)/(s(1−s))."""
         least = torch.finfo(self.dtype).tiny
 
-        def slope(s: Tensor, m: Tensor, pull: Tensor) -> list[Tensor]:
+        def slope(s: Tensor, m: Tensor, pull: Tensor, out: Sequence[Tensor]) -> None:
             spread = (1.0 - s).mul_(s).clamp_(min=least)  # where s is 0 or 1, so is m
-            return [torch.ops.aten.sigmoid_backward(pull, m).div_(spread).mul_(beta)]
+            torch.ops.aten.sigmoid_backward.grad_input(pull, m, grad_input=out[0]).div_(spread).mul_(beta)
 
         self.update([out], slope, [s, m], grads=grads)
 
@@ -96,13 +98,13 @@ class Sampling(Masks):
         """Adam's t-th step of s: `names` are those of s, of its two moments and of its gradient, which goes."""
         (one, two), read = betas, list(names)
 
-        def step(s: Tensor, mean: Tensor, square: Tensor, grad: Tensor) -> list[Tensor]:
-            mean.lerp_(grad, 1.0 - one)
-            square.mul_(two).addcmul_(grad, grad, value=1.0 - two)
+        def step(s: Tensor, mean: Tensor, square: Tensor, grad: Tensor, out: Sequence[Tensor]) -> None:
+            torch.lerp(mean, grad, 1.0 - one, out=out[1])
+            torch.mul(square, two, out=out[2]).addcmul_(grad, grad, value=1.0 - two)
             # Both moments are divided by what is missing of their weights, 1 − βᵗ: in the numbers here.
             root = math.sqrt(1.0 - two**t)
-            scale = square.sqrt().add_(eps * root)
-            return [s.addcdiv_(mean, scale, value=-rate * root / (1.0 - one**t)), mean, square]
+            scale = out[2].sqrt().add_(eps * root)
+            torch.addcdiv(s, out[1], scale, value=-rate * root / (1.0 - one**t), out=out[0])
 
         self.update(read[:3], step, read)
         del self.state.per_unit[read[3]]

@@ -27,7 +27,7 @@ class ChunkVectors(ChunkGradients):
     def update(
         self,
         names: Sequence[str],
-        function: Callable[..., Sequence[Tensor]],
+        function: Callable[..., object],
         read: Sequence[str],
         grads: Grads | None = None,
         at: Moment | None = None,
@@ -50,10 +50,7 @@ class ChunkVectors(ChunkGradients):
                 )
             if drawn is not None:
                 arguments.append(drawn(piece))
-            for x, new in zip(found, function(*arguments), strict=True):
-                place = x[piece.units]
-                if new.data_ptr() != place.data_ptr():
-                    place.copy_(new)
+            function(*arguments, [x[piece.units] for x in found])
         units.update(zip(names, found, strict=True))
 
     def _room_for(self, name: str) -> Tensor:
