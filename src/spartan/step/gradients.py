@@ -33,7 +33,7 @@ from spartan.solvers.theta import copy_all
 # What a gradient is: one for w, or none; one for θ; one for θ that an optimizer has used.
 RAW, TURNED, USED = 0, 1, 2
 grad_of = operator.attrgetter("grad")  # with `map` it is C: this runs in every backward
-_version_of = operator.attrgetter("_version")
+_grad_of_target, _version_of = operator.attrgetter("parameter.grad"), operator.attrgetter("_version")
 
 
 class GradientState:
@@ -164,13 +164,15 @@ class GradientState:
         if any(self._kind):
             fresh = [self.fresh(i) for i in range(len(self._kind))]
         else:
-            fresh = [grad is not None for grad in map(grad_of, self._parameters)]
+            fresh = list(map(there, map(grad_of, self._parameters)))
         if any(fresh):
             if not all(fresh):  # also where this backward did not reach: through the budget it adds something there
                 self.set_aside(fresh)
             turn(fresh)
-            every = all(fresh)  # what was there still is
-            self._kind[:] = [TURNED if every or p.grad is not None else RAW for p in self._parameters]
+            if all(fresh):  # what was there still is
+                self._kind[:] = [TURNED] * len(fresh)
+            else:
+                self._kind[:] = [RAW if p.grad is None else TURNED for p in self._parameters]
             self._lacks_decay = [True] * len(fresh)
             first = self._parameters[0].grad
             self._first = None if first is None else weakref.ref(first)
@@ -260,7 +262,7 @@ def without_grad() -> AbstractContextManager[Any]:
 
 def grads_of(problem: Problem, whole: bool) -> list[Tensor | None]:
     """What this process holds of the gradient of every target of a part; all of it, where none is in shards."""
-    return [t.parameter.grad if whole else t.local_grad for t in problem.targets]
+    return list(map(_grad_of_target, problem.targets)) if whole else [t.local_grad for t in problem.targets]
 
 
 def _hook(me: "weakref.ref[GradientState]", kind: list[int], now: list[int], i: int) -> Callable[[Any], None]:
