@@ -42,8 +42,8 @@ TRAFFIC = {
     "optg": Traffic(12.0 + 9.0, choose=5.0 + 16.0, write=9.0, learn=20.0, search="score"),  # S step → S step
     "spartan-learned": Traffic(12.0 + 20.0, write=12.0, learn=20.0, search="learned"),
     "str": Traffic(12.0 + 12.0, choose=8.0, write=12.0, search="ranks"),
-    # g θ s m → G, g m → g; Adam's s u v G → s u v; s → s within the budget; s → m
-    "probmask": Traffic(20.0 + 12.0, choose=28.0 + 8.0 + 8.0, write=12.0, search=""),
+    # g θ s m → G, g m → g, the norm of g G and both clipped; Adam's s u v G → s u v; s → s within the budget; s → m
+    "probmask": Traffic(20.0 + 12.0 + 24.0, choose=28.0 + 8.0 + 8.0, write=12.0, search=""),
 }
 
 

@@ -18,7 +18,7 @@ from spartan.problem.schedules import Moment
 from spartan.solvers.base import Grads
 from spartan.solvers.forms import KEPT, Form, Stored
 from spartan.solvers.torch import TorchSolver
-from spartan.solvers.units import generator, masked
+from spartan.solvers.units import masked
 from tests.contract.straight import straight_through
 
 
@@ -113,12 +113,7 @@ class Sampled(Method):
         solver.state.per_unit["mask"] = solver.top(solver.k, solver.scores() * self._noise(solver, at))
 
     def _noise(self, solver: TorchSolver, at: Moment) -> Tensor:
-        each = []
-        for i, n in enumerate(solver.problem.units):
-            members = solver.problem.members(solver.problem.segment_of[i])
-            rng = generator(at, solver.device, members.index(i))
-            each.append(torch.rand(n, dtype=solver.dtype, device=solver.device, generator=rng) + 0.5)
-        return torch.cat(each)
+        return solver.random(at).to(solver.dtype) + 0.5
 
     def keep(self, solver: TorchSolver, at: Moment) -> Tensor:
         return solver.state.per_unit["mask"]

@@ -24,7 +24,7 @@ from spartan.methods.soft_threshold import STR
 from spartan.methods.st3 import ST3
 from spartan.methods.svite import SViTE
 from tests.contract.cases import Net, batch
-from tests.waiting import no_waiting
+from tests.waiting import check_no_step_waits, no_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 STEPS = 60
@@ -69,6 +69,17 @@ def test_no_step_waits_for_the_device(name: str) -> None:
         train(model, optimizer, sparsifier, range(14, 40))
     train(model, optimizer, sparsifier, range(40, STEPS))
     sparsifier.finalize()
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in spartan.methods() if entry.name != "fixed"])
+def test_no_step_of_any_method_waits(name: str) -> None:
+    """With its defaults, while the budget falls."""
+    torch.manual_seed(0)
+    model = Net().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    Sparsifier(model, 0.7, 400, name).attach(optimizer)
+    x, y = DATA[0]
+    check_no_step_waits(model, optimizer, x.float(), y)
 
 
 @pytest.mark.parametrize("stop", [17, 36])

@@ -15,7 +15,6 @@ import spartan
 from spartan import Block, Flops, Sparsifier, Unstructured
 from spartan.methods.probmask import ProbMask
 from spartan.problem.schedules import Moment, linear
-from spartan.solvers.units import random_units
 from tests.contract.algorithm_3 import POSITIONS, spread
 from tests.contract.cases import Net, batch
 from tests.methods.test_movement import top_k
@@ -141,9 +140,7 @@ def test_thirty_steps(side: int, cost: Any, samples: int, clip: float) -> None:
     (solver,) = sparsifier._run.weights.solving
     seed, sizes = sparsifier._run.at.seed, solver.problem.units
     seeds = [seed, *(hash((seed, number)) % (1 << 31) for number in range(1, samples))]
-    noise = [
-        [list(random_units(solver, Moment(t, T, W, FREEZE, of)).split(sizes)) for of in seeds] for t in range(T + 1)
-    ]
+    noise = [[list(solver.random(Moment(t, T, W, FREEZE, of)).split(sizes)) for of in seeds] for t in range(T + 1)]
     expected = reference(start, side, POSITIONS if cost else dict.fromkeys(POSITIONS, 1.0), noise, clip)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
     sparsifier.attach(optimizer)

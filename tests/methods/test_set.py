@@ -14,15 +14,13 @@ from torch import Tensor
 
 from spartan import Block, Sparsifier, Unstructured
 from spartan.methods import SET  # type: ignore[attr-defined]
-from spartan.problem.schedules import Moment
-from spartan.solvers.units import generator
+from spartan.ops.drawing import key_of, uniform
 from tests.methods.rewiring import END, NAMES, Rule, T, compare, cosine_down
 
 
 def at_random(seed: int) -> Any:
     def rank(layer: int, step: int, gradient: Tensor) -> Tensor:
-        rng = generator(Moment(step, T, 0, END, seed), torch.device("cpu"), stream=layer)
-        return torch.rand(gradient.numel(), generator=rng)
+        return uniform(torch.arange(gradient.numel(), dtype=torch.int32), key_of(seed, step) ^ key_of(layer))
 
     return rank
 

@@ -124,7 +124,9 @@ def test_the_published_form_has_no_phases_and_asks_for_nothing() -> None:
     ]
     optimizer = torch.optim.SGD(groups, lr=LR, momentum=MOMENTUM)
     sparsifier = Sparsifier(model, SPARSITY, T, STR(exact=False, init=-2.0)).attach(optimizer)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [DECAY, 0.0, DECAY]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [DECAY, 0.0]
+    (learned,) = sparsifier._run.weights.learned()
+    assert optimizer.param_groups[0]["params"][-1] is learned  # beside the weights, whose decay it takes
     s = sparsifier._run.weights.solving[0].state.learned_per_target["s"]
     for t in range(T):
         assert sparsifier.stats.phase == "intermediate"
@@ -213,3 +215,19 @@ def test_bad_settings() -> None:
         STR(init=math.inf)
     with pytest.raises(ValueError, match="STR: decay=-1"):
         STR(decay=-1.0)
+
+
+@pytest.mark.parametrize(("decay", "groups"), [(DECAY, 1), (0.5, 2)])
+def test_thresholds_join_the_group_of_the_weights_where_options_are_the_same(decay: float, groups: int) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+    before = list(optimizer.param_groups[0]["params"])
+    sparsifier = Sparsifier(model, SPARSITY, T, STR(decay=decay)).attach(optimizer)
+    assert len(optimizer.param_groups) == groups
+    (learned,) = sparsifier._run.weights.learned()
+    assert optimizer.param_groups[-1]["params"][-1] is learned
+    sparsifier.detach()
+    assert len(optimizer.param_groups) == 1
+    assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], before, strict=True))
+    sparsifier.attach(optimizer)
+    assert len(optimizer.param_groups) == groups

@@ -56,7 +56,7 @@ class Method(ABC):
     restarts: ClassVar[bool] = False
     # Whether it changes dense weights in other ways, by itself.
     rewrites: bool = False
-    # Whether it draws random numbers, which are others on another kind of device.
+    # Whether it draws masks at random.
     random: ClassVar[bool] = False
     # Whether the zeros that a model has when the run begins stay zeros.
     keeps_zeros: ClassVar[bool] = False

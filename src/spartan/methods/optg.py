@@ -95,7 +95,7 @@ class OptG(ScoredMasks):
         """
         state = solver.state
         rate, step = self.ramp.at(at.before().warmed), state.learned["step"]
-        solver.update(["S"], lambda s, moved: [s + rate * moved], ["S", "step"])
+        solver.update(["S"], lambda s, moved, out: torch.add(s, moved, alpha=rate, out=out[0]), ["S", "step"])
         step.zero_()
         now = {"epoch": self.epoch(at), "budget": math.fsum(solver.k), "segments": len(solver.k)}
         if any(state.numbers[name] != value for name, value in now.items()):

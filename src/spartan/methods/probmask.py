@@ -137,7 +137,7 @@ class ProbMask(Method):
             solver.sample_gradient("s", "m", "grad", beta, grads)
             return
         solver.sample_gradient("s", "m", "more", beta, grads)
-        solver.update(["grad"], lambda before, more: [before + more], ["grad", "more"])
+        solver.update(["grad"], lambda before, more, out: torch.add(before, more, out=out[0]), ["grad", "more"])
         del units["more"]
 
     def held(self, solver: TorchSolver) -> Tensor | None:

@@ -8,7 +8,6 @@ from spartan.methods.registry import register
 from spartan.methods.stored import Rewiring
 from spartan.problem.schedules import Moment
 from spartan.solvers.torch import TorchSolver
-from spartan.solvers.units import random_units
 
 
 @register
@@ -48,4 +47,4 @@ class SET(Rewiring):
 
     def growth(self, solver: TorchSolver, at: Moment) -> Tensor:
         """Random."""
-        return random_units(solver, at)
+        return solver.random(at)

@@ -6,7 +6,6 @@ from spartan.methods.registry import register
 from spartan.methods.stored import StoredMasks
 from spartan.problem.schedules import Moment
 from spartan.solvers.torch import TorchSolver
-from spartan.solvers.units import random_units
 
 
 @register
@@ -39,4 +38,4 @@ class Static(StoredMasks):
     def choose(self, solver: TorchSolver, at: Moment) -> None:
         """The first units, in the random order of this run, that fit the budget; nothing once that is constant."""
         if 0 < at.step <= at.warmup_steps:
-            solver.state.per_unit["mask"] = solver.top(solver.k, random_units(solver, replace(at, step=0)))
+            solver.state.per_unit["mask"] = solver.top(solver.k, solver.random(replace(at, step=0)))

@@ -10,7 +10,6 @@ from spartan.problem.schedules import Moment
 from spartan.solvers.base import Grads
 from spartan.solvers.forms import KEPT, Form, Stored
 from spartan.solvers.torch import TorchSolver
-from spartan.solvers.units import random_units
 
 
 class StoredMasks(Method):
@@ -24,7 +23,7 @@ class StoredMasks(Method):
 
     def setup(self, solver: TorchSolver, at: Moment) -> None:
         """A random mask."""
-        solver.state.per_unit["mask"] = solver.top(solver.k, random_units(solver, at))
+        solver.state.per_unit["mask"] = solver.top(solver.k, solver.random(at))
 
     def form(self, solver: TorchSolver, at: Moment) -> Form:
         """[kept] ⊙ θ and [kept] ⊙ g."""

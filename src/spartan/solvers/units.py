@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from spartan.problem.problem import Problem
-from spartan.problem.schedules import Moment
 from spartan.solvers.theta import Theta
 
 
@@ -165,30 +164,6 @@ def times(problem: Problem, u: Tensor, factors: Sequence[float]) -> Tensor:
     if len(set(factors)) == 1:
         return u if factors[0] == 1.0 else u * factors[0]
     return torch.cat([u[here] * factor for here, factor in zip(problem.slices, factors, strict=True)])
-
-
-def random_units(units: Units, at: Moment) -> Tensor:
-    """A random number in [0, 1) per unit, of this run and step: the same for a unit however the weights lie."""
-    problem = units.problem
-    found = [torch.empty(0)] * len(problem.targets)
-    for segment in problem.segments:
-        rng = generator(at, units.device, stream=segment.index)
-        for i in segment.targets:
-            # Drawn for the whole weight, so that processes agree.
-            drawn = torch.rand(problem.all_units[i], generator=rng, device=units.device)
-            if problem.places:
-                drawn = problem.places[i].cut_out(drawn)
-            elif problem.by_memory:
-                drawn = problem.reduce(i, drawn.view(problem.targets[i].shape))
-            found[i] = drawn
-    return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def generator(at: Moment, device: torch.device, stream: int = 0) -> torch.Generator:
-    """Random numbers of this run and step: the same wherever in the step, and after a resume, they are drawn."""
-    rng = torch.Generator(device)
-    rng.manual_seed(hash((at.seed, at.step, stream)) % (1 << 63))
-    return rng
 
 
 def power_of(theta: Tensor, alpha: float) -> Tensor:

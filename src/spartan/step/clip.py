@@ -1,15 +1,19 @@
 """Clips gradients to a joint norm: those of an optimizer's parameters, and one that a method holds of its own."""
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from spartan.distributed import Ranks, local, same_placement
+from spartan.distributed import Ranks, is_dtensor, local, same_placement
 from spartan.solvers.torch import TorchSolver
+from spartan.step.gradients import grad_of
 from spartan.step.weights import Weights
 
+_device_of, _dtype_of = map(operator.attrgetter, ("device", "dtype"))  # with `map` all of it is C
 PROBES = 4  # targets, the smallest, whose gradients tell by how much somebody has scaled all of them
 
 
@@ -30,36 +34,47 @@ class JointClip:
         targets = sorted(weights.problem.targets, key=lambda target: target.numel)
         self._probes = targets[:PROBES]
         self._before: Tensor | None = None  # their gradients' norm after the last backward
-        self._ranks: dict[int, Ranks] = {}  # by optimizer, the processes that hold shards of its parameters
+        self._facts: dict[int, Facts] = {}  # by optimizer
 
     @torch.no_grad()
     def remember(self) -> None:
         """Gradients have just been made: look at some, to see later by how much they were scaled."""
-        self._before = self._probed()
+        self._before = self._probed({})
 
-    def _probed(self) -> Tensor | None:
-        found = [grad for grad in (target.local_grad for target in self._probes) if grad is not None]
-        return self.weights.problem.ranks.sum(_norms(found).square().sum()).sqrt() if found else None
+    def _probed(self, norms: Mapping[int, Tensor]) -> Tensor | None:
+        """The norm of some gradients; those of some parameters, by their ids, may be known."""
+        there = [target for target in self._probes if target.parameter.grad is not None]
+        found = [norms.get(id(target.parameter)) for target in there]
+        if any(norm is None for norm in found):
+            found = list(_each_norm([grad for grad in (target.local_grad for target in there) if grad is not None]))
+        ranks, each = self.weights.problem.ranks, [norm for norm in found if norm is not None]
+        if not each:
+            return None
+        joint = torch.linalg.vector_norm(_together(each))
+        return joint if ranks.alone else ranks.sum(joint.square()).sqrt()
 
     @torch.no_grad()
     def __call__(self, optimizer: Optimizer, mine: Sequence[int]) -> None:
         """Clip the gradients of an optimizer that trains these targets, and what the method holds of them."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        there = [p.grad is not None and not p.grad.is_sparse for p in parameters]
-        grads = [local(same_placement(p, p.grad)) for p, here in zip(parameters, there, strict=True) if here]
-        if not grads:
+        facts = self._facts_of(optimizer, parameters)
+        there = [grad is not None and not grad.is_sparse for grad in map(grad_of, parameters)]
+        with_grad = [p for p, here in zip(parameters, there, strict=True) if here]
+        if not with_grad:
             return
+        grads = [p.grad if facts.plain else local(same_placement(p, p.grad)) for p in with_grad]
         held = self._held(set(mine))
         own = [x for _, x in held]
-        norms = _norms([*grads, *own])
-        changed = self._changed() if held else None
+        each = _each_norm([*grads, *own])
+        norms = _together(each)
+        changed = self._changed(dict(zip(map(id, with_grad), each, strict=False))) if held else None
         if changed is not None:
             norms[len(grads) :] *= changed
-        norm = self._joint(norms, self._ranks_of(optimizer, parameters), there, held, changed)
+        norm = self._joint(norms, facts.ranks, there, held, changed)
         scale = getattr(optimizer, "grad_scale", None)  # what a fused optimizer divides by
         norm = norm if scale is None else norm / scale.to(norm)
         # 1 where the norm is no number: to say which gradient is none is somebody else's task.
-        factor = torch.where(torch.isfinite(norm), (self.most / (norm + 1e-6)).clamp(max=1.0), 1.0)
+        factor = norm.nan_to_num(0.0, 0.0).add_(1e-6).reciprocal_().mul_(self.most).clamp_(max=1.0)
         if factor.device.type != "cpu" or factor < 1.0:
             _multiply(grads, factor)
         if held:
@@ -91,30 +106,43 @@ class JointClip:
         found = [(part, method.held(part)) for part in solving if part.problem.numbers[0] in mine]
         return [(part, x) for part, x in found if x is not None]
 
-    def _changed(self) -> Tensor | None:
+    def _changed(self, norms: Mapping[int, Tensor]) -> Tensor | None:
         """By how much gradients were scaled since the backward; None where nobody has looked."""
-        before, now = self._before, self._probed()
+        before, now = self._before, self._probed(norms)
         if before is None or now is None:
             return None
-        ratio = now / before
-        return torch.where(torch.isfinite(ratio) & (ratio > 0), ratio, 1.0)
+        ratio = (now / before).nan_to_num_(1.0, 1.0)
+        return torch.where(ratio > 0, ratio, 1.0)
 
-    def _ranks_of(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> Ranks:
-        known = self._ranks.get(id(optimizer))
-        if known is None or len(known.counts) != len(parameters):
-            known = self._ranks[id(optimizer)] = Ranks.of(parameters)
+    def _facts_of(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> "Facts":
+        known = self._facts.get(id(optimizer))
+        if known is None or len(known.ranks.counts) != len(parameters):
+            known = Facts(Ranks.of(parameters), not any(map(is_dtensor, parameters)))
+            self._facts[id(optimizer)] = known
         return known
 
 
-def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The norm of each, on the device of the first; never in half precision."""
-    kind = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
-    norms = torch._foreach_norm(list(tensors), 2, dtype=kind)
-    return torch.stack([norm.to(norms[0].device) for norm in norms])
+class Facts(NamedTuple):
+    """What is known of an optimizer's parameters."""
+
+    ranks: Ranks  # the processes that hold shards of them
+    plain: bool  # whether none is in shards
+
+
+def _each_norm(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each; never in half precision."""
+    kind = torch.float64 if torch.float64 in map(_dtype_of, tensors) else torch.float32
+    return list(torch._foreach_norm(list(tensors), 2, dtype=kind)) if tensors else []
+
+
+def _together(norms: Sequence[Tensor]) -> Tensor:
+    """Numbers in one tensor, on the device of the first."""
+    devices = set(map(_device_of, norms))
+    return torch.stack([norm.to(norms[0].device) for norm in norms] if len(devices) > 1 else list(norms))
 
 
 def _multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    if all(x.device == factor.device for x in tensors):
+    if set(map(_device_of, tensors)) <= {factor.device}:
         torch._foreach_mul_(list(tensors), factor)
         return
     for x in tensors:

@@ -13,6 +13,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import TensorWeakRef
 
 from spartan.distributed import fsdp_modules, is_dtensor, replicas, version
 from spartan.problem.problem import Problem
@@ -33,7 +33,7 @@ from spartan.solvers.theta import copy_all
 # What a gradient is: one for w, or none; one for θ; one for θ that an optimizer has used.
 RAW, TURNED, USED = 0, 1, 2
 grad_of = operator.attrgetter("grad")  # with `map` it is C: this runs in every backward
-_version_of = operator.attrgetter("_version")
+_grad_of_target, _version_of = operator.attrgetter("parameter.grad"), operator.attrgetter("_version")
 
 
 class GradientState:
@@ -43,11 +43,12 @@ class GradientState:
 
     Args:
         targets: whose gradients.
-        turn: turns all fresh gradients, at the end of a backward; it calls `turn_fresh`.
+        turn: turns all fresh gradients, at the end of a backward; it calls `turn_fresh`. It is told whether to look at the
+            model closely, since no step, which does so, has come after the last backward.
         model: the model, possibly wrapped.
     """
 
-    def __init__(self, targets: Sequence[Target], turn: Callable[[], None], model: nn.Module) -> None:
+    def __init__(self, targets: Sequence[Target], turn: Callable[[bool], None], model: nn.Module) -> None:
         for target in targets:
             if target.sparse_gradient:
                 raise ValueError(
@@ -60,10 +61,11 @@ class GradientState:
         self._lacks_decay = [False] * n  # what the method adds whatever the loss is not in it yet
         self._used: list[weakref.ref[Tensor] | None] = [None] * n  # what an optimizer has used, and the versions
         self._used_versions = [0] * n
-        self._first: TensorWeakRef | None = None  # the first target's gradient when last turned
+        self._first: weakref.ref[Tensor] | None = None  # the first target's gradient when last turned
         self._aside: dict[int, Tensor] = {}  # gradients for θ, by target, while others are accumulated
         self._seen: dict[int, Tensor] = {}  # gradients for w, where a method looks at them
         self._task = [-1]  # the backward at whose end a call is queued; this list stays too
+        self._stepped = True  # whether a step has come since the last backward
         self.raw = False  # whether what the last backward accumulated was left as it is
         self._differentiable = False  # whether gradients since the last step are to be differentiated again
         self.paused = False  # whether gradients are none of ours for a while
@@ -101,11 +103,7 @@ class GradientState:
         if grad is None or self._kind[i] != USED:
             return grad is not None and self._kind[i] == RAW
         # Changed since the step: written anew. Changed before the step: clipped or unscaled, perhaps out of place.
-        used = self._used[i]
-        before = None if used is None else used()
-        if before is not None:
-            before._fix_weakref()  # type: ignore[attr-defined]  # as TensorWeakRef does, which is slow to make
-        return before is not grad or version(grad) != self._used_versions[i]
+        return _referred(self._used[i]) is not grad or version(grad) != self._used_versions[i]
 
     def turned(self, i: int) -> None:
         """Target i's gradient is now one for θ."""
@@ -119,7 +117,7 @@ class GradientState:
 
     def stepped(self, which: Sequence[int]) -> None:
         """An optimizer has used the gradients of these targets."""
-        self.unused, self._differentiable = 0, False
+        self.unused, self._differentiable, self._stepped = 0, False, True
         kind, used, versions, whole = self._kind, self._used, self._used_versions, self._whole
         if whole and len(which) == len(kind) == kind.count(TURNED):  # the rule
             grads = list(map(grad_of, self._parameters))
@@ -158,23 +156,26 @@ class GradientState:
     def turn_fresh(self, turn: Callable[[list[bool]], None]) -> bool:
         """Have the fresh gradients turned, and add them to those of earlier backwards; whether there were any."""
         if self._aside or self._kind.count(TURNED) < len(self._kind):  # not so after any backward
-            return self._turn_fresh(turn)
+            with without_grad():
+                return self._turn_fresh(turn)
         return False
 
-    @torch.no_grad()
     def _turn_fresh(self, turn: Callable[[list[bool]], None]) -> bool:
         if any(self._kind):
             fresh = [self.fresh(i) for i in range(len(self._kind))]
         else:
-            fresh = [grad is not None for grad in map(grad_of, self._parameters)]
+            fresh = list(map(there, map(grad_of, self._parameters)))
         if any(fresh):
             if not all(fresh):  # also where this backward did not reach: through the budget it adds something there
                 self.set_aside(fresh)
             turn(fresh)
-            grads = list(map(grad_of, self._parameters))
-            self._kind[:] = [RAW if grad is None else TURNED for grad in grads]
-            self._lacks_decay = [True] * len(grads)
-            self._first = None if grads[0] is None else TensorWeakRef(grads[0])
+            if all(fresh):  # what was there still is
+                self._kind[:] = [TURNED] * len(fresh)
+            else:
+                self._kind[:] = [RAW if p.grad is None else TURNED for p in self._parameters]
+            self._lacks_decay = [True] * len(fresh)
+            first = self._parameters[0].grad
+            self._first = None if first is None else weakref.ref(first)
         while self._aside:
             i, before = self._aside.popitem()
             parameter = self._parameters[i]
@@ -205,7 +206,7 @@ class GradientState:
         if not self.raw and self._task[0] != -1 and not reentrant:
             self._aside = {}  # the last backward failed, and never came to its end
         grad, turned = self._parameters[0].grad, self._kind[0] == TURNED and self._first is not None
-        cleared = turned and (grad is None or self._first() is not grad)  # type: ignore[misc]
+        cleared = turned and (grad is None or _referred(self._first) is not grad)
         self.unused = self.unused + 1 if cleared else self.unused
         self._task[0], self.raw = task, False
         if not any(map(there, map(grad_of, self._parameters))):
@@ -223,9 +224,10 @@ class GradientState:
     def _end(self, reentrant: bool) -> None:
         self._task[0] = -1
         self.raw = reentrant or self.left_for_the_step()
-        turn = self._turn()
+        turn, check = self._turn(), not self._stepped
+        self._stepped = False
         if not self.raw and turn is not None and not self.paused:
-            turn()
+            turn(check)
 
     def left_for_the_step(self) -> bool:
         """Whether gradients stay those for w until the step: where the end of a backward is not the end of their making.
@@ -245,9 +247,22 @@ class GradientState:
         return self._differentiable
 
 
+def _referred(reference: "weakref.ref[Tensor] | None") -> Tensor | None:
+    """The tensor of a weak reference, where it still lives; `TensorWeakRef` does the same, and is slow to make."""
+    found = None if reference is None else reference()
+    if found is not None:
+        found._fix_weakref()  # type: ignore[attr-defined]
+    return found
+
+
+def without_grad() -> AbstractContextManager[Any]:
+    """Nothing where gradients are off already, as they mostly are in a step: to turn them off takes several calls."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+
+
 def grads_of(problem: Problem, whole: bool) -> list[Tensor | None]:
     """What this process holds of the gradient of every target of a part; all of it, where none is in shards."""
-    return [t.parameter.grad if whole else t.local_grad for t in problem.targets]
+    return list(map(_grad_of_target, problem.targets)) if whole else [t.local_grad for t in problem.targets]
 
 
 def _hook(me: "weakref.ref[GradientState]", kind: list[int], now: list[int], i: int) -> Callable[[Any], None]:

@@ -17,7 +17,7 @@ from spartan.solvers.theta import copy_all
 from spartan.step.gradients import grads_of
 from spartan.step.weights import Weights, watched_parts
 
-OFTEN = 4  # steps between two looks at the flags of an accelerator
+OFTEN = 16  # steps between two looks at the flags of an accelerator: to fetch them takes the host as long as a launch or two
 _version_of = operator.attrgetter("_version")
 FAR = 1e-3  # a mask this far from its budget, as a fraction of it, deserves a word; 1e-6 is the rule
 
@@ -42,6 +42,8 @@ class Guard:
         self._fsdp = [] if self.whole else fsdp_modules(model)
         self._versions: list[int] = []
         self.perturbed: Callable[[], bool] = lambda: False  # whether weights are moved for a while, and put back
+        # Whether answers are waited for: on a CPU, and where processes must agree on them.
+        self._waits = weights.bad.device.type == "cpu" or not self.ranks.alone
         on_device = weights.bad.device.type == "cuda"
         # Where the flags and the residuals arrive.
         self._watched = weights.watched.cpu().pin_memory() if on_device else weights.watched
@@ -80,13 +82,12 @@ class Guard:
 
     def written(self, anew: bool = True) -> None:
         """The model holds what it should; not `anew` where it is the same as before."""
-        self._versions = self._versions_now()
+        self._versions = _versions_of(self._parameters, self.whole)
         self._sums = None if anew else self._sums
 
-    def _versions_now(self) -> list[int]:
-        if self.whole:
-            return list(map(_version_of, self._parameters))
-        return [version(p) for p in self._parameters]
+    def same_versions(self) -> bool:
+        """Whether nobody has written to the model's parameters, as far as torch knows."""
+        return _versions_of(self._parameters, self.whole) == self._versions
 
     def _checksums(self) -> Tensor:
         """A number per target that changes with its values."""
@@ -116,7 +117,7 @@ class Guard:
         Writes through `.data` leave no trace in versions: with `look` the values are compared in any case.
         """
         self.same_tensors()
-        same = not look and self._versions_now() == self._versions
+        same = not look and self.same_versions()
         if not (same or self.weights.method.identity or self.perturbed()):
             self._look_at_values(write)
 
@@ -138,9 +139,9 @@ class Guard:
             )
         self.written()
 
-    def check_join(self, ddp: DistributedDataParallel | None) -> None:
+    def check_join(self, ddp: DistributedDataParallel) -> None:
         """Refuse DDP's `join` where some processes go on when another has run out of data, whose θ then falls behind."""
-        join = None if ddp is None else ddp._join_config
+        join = ddp._join_config
         if (
             join is not None
             and join.enable
@@ -152,11 +153,6 @@ class Guard:
                 "optimizer's state then fall behind. Give every process as many batches, as DistributedSampler does, or "
                 "end all of them together with join(throw_on_early_termination=True)."
             )
-
-    @property
-    def _waits(self) -> bool:
-        """Whether answers are waited for: on a CPU, and where processes must agree on them."""
-        return self.weights.bad.device.type == "cpu" or not self.ranks.alone
 
     def gradients(self, which: Sequence[int], step: int, optimizer: Optimizer) -> None:
         """No NaN or infinite gradient may reach θ, unless a loss scaler is there to skip the update."""
@@ -252,6 +248,11 @@ class Guard:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+def _versions_of(parameters: Sequence[Tensor], whole: bool) -> list[int]:
+    """How often torch has seen each of them written to; `whole` where none is in shards, which is C."""
+    return list(map(_version_of, parameters)) if whole else [version(p) for p in parameters]
 
 
 def check_copies(ddp: DistributedDataParallel | None, thetas: Sequence[Tensor]) -> None:

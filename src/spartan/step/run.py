@@ -16,7 +16,7 @@ from spartan.solvers.theta import copy_all
 from spartan.solvers.torch import TorchSolver
 from spartan.step import look
 from spartan.step.clip import JointClip
-from spartan.step.gradients import GradientState, grads_of
+from spartan.step.gradients import GradientState, grads_of, without_grad
 from spartan.step.guard import Guard, check_copies
 from spartan.step.moments import forget_all, forget_units
 from spartan.step.weights import Weights
@@ -115,14 +115,19 @@ class Run:
 
     # ------------------------------------------------------------------ gradients
 
-    def backward(self) -> None:
-        """Turn the fresh gradients for w in `.grad` into gradients for θ, in place; missing ones count as zero."""
+    def backward(self, check: bool = True) -> None:
+        """Turn the fresh gradients for w in `.grad` into gradients for θ, in place; missing ones count as zero.
+
+        Without `check`, only versions are looked at: whether the model has other tensors now is for the step to see.
+        """
         ddp = replicas(self._model)
-        self.guard.check_join(ddp)
+        if ddp is not None:
+            self.guard.check_join(ddp)
         if ddp is not self._ddp:  # wrapped since
             self._ddp = ddp
             check_copies(ddp, [] if self.method.identity else look.thetas(self.weights))
-        self.check_model()
+        if check or not self.guard.same_versions():
+            self.check_model()
         if not self.method.identity and self.gradients.turn_fresh(self._turn) and self._clip is not None:
             self._clip.remember()
 
@@ -172,7 +177,7 @@ class Run:
     def solve(self) -> None:
         """New masks for θ at this moment; from the first step of finetuning on they are fixed."""
         if not self.weights.frozen:
-            with torch.no_grad():
+            with without_grad():
                 self._choose()
                 if self.at.phase == "finetune" and not self.method.identity:
                     self.weights.freeze(self.at)
@@ -229,7 +234,7 @@ class Run:
         """Put w into the model; not `anew` where it is the same as before."""
         self.guard.reshard()
         if not self.method.identity:
-            with torch.no_grad():
+            with without_grad():
                 self.weights.write(self.at)
         self.guard.written(anew)
 

@@ -1,7 +1,6 @@
 """Keeps the dense weights θ of a run: the parts of the problem, each with its solver."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -104,17 +103,9 @@ class Weights:
             if mine:
                 part.take(mine)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> "Together":
         """Inside, what solvers are to do may wait for the end, to be started at once."""
-        parts = list(self.parts)
-        for part in parts:
-            part.hold()
-        try:
-            yield
-        finally:
-            for part in parts:
-                part.release()
+        return Together(self.parts)
 
     def write(self, at: Moment) -> None:
         """w into the model."""
@@ -155,6 +146,21 @@ class Weights:
     def drop(self) -> None:
         """Let θ go."""
         self.solving, self.frozen, self.problems = [], [], []
+
+
+class Together:
+    """Has solvers hold back what they are to do; a class, since a generator takes several times as long, in every step."""
+
+    def __init__(self, parts: Sequence[TorchSolver | FrozenSolver]) -> None:
+        self._parts = parts  # of the beginning: others may be in use at the end
+
+    def __enter__(self) -> None:
+        for part in self._parts:
+            part.hold()
+
+    def __exit__(self, *_: object) -> None:
+        for part in self._parts:
+            part.release()
 
 
 def watched_parts(watched: Tensor) -> tuple[Tensor, Tensor]:

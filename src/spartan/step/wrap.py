@@ -266,7 +266,7 @@ def add_learned(
 ) -> dict[str, Any]:
     """Give an optimizer a method's own parameters, unless it has them, as a copy does; returns their parameter group.
 
-    An option of None is that of the group which this parameter is in.
+    An option of None is that of the group which this parameter is in. Where all options are, they join that group.
     """
     for group in optimizer.param_groups:
         if any(p is learned[0] for p in group["params"]):
@@ -278,13 +278,23 @@ def add_learned(
         )
     group = next(group for group in optimizer.param_groups if any(p is beside for p in group["params"]))
     each = {key: group.get(key, 0.0) if value is None else value for key, value in options.items()}
+    if all(_same(group.get(key), value) for key, value in {**optimizer.defaults, **each}.items()):
+        group["params"].extend(learned)  # an optimizer takes its time for every group
+        return group
     optimizer.add_param_group({"params": learned, **each})
     return optimizer.param_groups[-1]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two options are equal; of tensors, which may lie on a device, whether they are one."""
+    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other))
 
 
 def remove_learned(optimizer: Optimizer, learned: list[nn.Parameter]) -> None:
     """Take them back."""
     mine = {id(p) for p in learned}
     optimizer.param_groups = [g for g in optimizer.param_groups if not all(id(p) in mine for p in g["params"])]
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) not in mine]
     for parameter in learned:
         optimizer.state.pop(parameter, None)

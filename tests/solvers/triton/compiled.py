@@ -333,18 +333,17 @@ if __name__ == "__main__":
     compile_it(weights.below, {"found": "*fp32", "taus": "*fp64"}, ROWS=512, CUT=WHOLE_CUT)
     compile_it(weights.row_scales, {"scales": "*fp32"}, DTYPE=tl.float32, BLOCK=1024)
     doubles: dict[str, Any] = {**owners, "found": "*fp64", "known": "*fp64", "budgets": "*fp64", "out": "*i64"}
-    compile_it(drawing.uniform, {"out": "*fp32", "seed": "i32"}, WIDE=True, BLOCK=2048)
+    compile_it(drawing.uniform, {"out": "*fp32", "one": "i32", "two": "i32"}, BLOCK=2048)
     compile_it(drawing.shift_ranks, {"shifts": "*fp32", "out": "*fp32"}, DTYPE=tl.bfloat16, POWER=1.0, BLOCK=2048)
     vectors = dict.fromkeys(("s", "m", "mean", "square", "grad", "new_s", "new_mean", "new_square", "out"), "*fp32")
     singles = dict.fromkeys(("rate", "to_mean", "to_square", "fix_mean", "fix_square", "eps", "beta"), "fp32")
-    given: dict[str, Any] = {**vectors, **singles, "n": "i32", "seed": "i32"}
-    compile_it(drawing.sample, given, EDGE=1e-7, WIDE=False, BLOCK=2048)
+    given: dict[str, Any] = {**vectors, **singles, "n": "i32", "one": "i32", "two": "i32"}
+    compile_it(drawing.sample, given, BLOCK=2048)
     compile_it(drawing.sample_gradient, given, POWER=1.0, GRAD=tl.bfloat16, DTYPE=tl.float32, BLOCK=2048)
     compile_it(drawing.adam, given, BLOCK=2048)
-    compile_it(drawing.largest, doubles, BLOCK=2048)
-    compile_it(drawing.begin, doubles, ROWS=512)
-    compile_it(drawing.shifted, doubles, BLOCK=2048)
-    compile_it(drawing.step, doubles, ROWS=512)
+    for first in (False, True):
+        compile_it(drawing.shifted, doubles, FIRST=first, BLOCK=2048)
+        compile_it(drawing.step, doubles, FIRST=first, ROWS=512)
     compile_it(drawing.clip, doubles, BLOCK=2048)
     sizes = {"BLOCK": 2048, "ROWS": 512}
     for kinds in (

@@ -1,12 +1,13 @@
 """Computes on vectors of all units piece by piece, in the memory that they have."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spartan.ops.drawing import uniform
 from spartan.ops.newton import tolerance
 from spartan.problem.problem import Problem
 from spartan.problem.schedules import Moment
@@ -14,7 +15,6 @@ from spartan.solvers.base import Flags, Grads
 from spartan.solvers.chunks.gradients import ChunkGradients
 from spartan.solvers.chunks.pieces import Piece, value_of
 from spartan.solvers.clipping import PASSES
-from spartan.solvers.units import generator
 
 
 class ChunkVectors(ChunkGradients):
@@ -27,7 +27,7 @@ class ChunkVectors(ChunkGradients):
     def update(
         self,
         names: Sequence[str],
-        function: Callable[..., Sequence[Tensor]],
+        function: Callable[..., object],
         read: Sequence[str],
         grads: Grads | None = None,
         at: Moment | None = None,
@@ -41,7 +41,7 @@ class ChunkVectors(ChunkGradients):
         found = [self._room_for(name) for name in names]
         flat = self._flat(grads) if grads is not None else []
         drawn = self._drawn(at) if at is not None else None
-        for piece in self._in_order():
+        for piece in self._pieces:
             arguments = [x[piece.units] for x in given]
             if grads is not None:
                 g, value = flat[piece.i], value_of(piece, self.power)
@@ -50,8 +50,7 @@ class ChunkVectors(ChunkGradients):
                 )
             if drawn is not None:
                 arguments.append(drawn(piece))
-            for x, new in zip(found, function(*arguments), strict=True):
-                x[piece.units].copy_(new)
+            function(*arguments, [x[piece.units] for x in found])
         units.update(zip(names, found, strict=True))
 
     def _room_for(self, name: str) -> Tensor:
@@ -62,21 +61,14 @@ class ChunkVectors(ChunkGradients):
         self._memory[name] = torch.empty(self.count, dtype=self.dtype) if there is None else there
         return self._memory[name]
 
-    def _in_order(self) -> Iterator[Piece]:
-        """Pieces in the order in which random numbers are drawn for them."""
-        places = {i: (s, n) for s, segment in enumerate(self.problem.segments) for n, i in enumerate(segment.targets)}
-        return iter(sorted(self._pieces, key=lambda piece: places[piece.i]))
-
     def _drawn(self, at: Moment) -> Callable[[Piece], Tensor]:
-        """What draws the numbers of `random` for one piece after the other, into room 3."""
-        streams = [generator(at, self.device, stream=segment.index) for segment in self.problem.segments]
-        narrow = None if self.dtype == torch.float32 else torch.empty(max(len(p.theta) for p in self._pieces))
+        """What draws the numbers of `random` for a piece, into room 3."""
+        keys, longest = self.keys(at), max(len(piece.theta) for piece in self._pieces)
+        index, room = torch.arange(longest, dtype=torch.int32), torch.empty(2, longest, dtype=torch.int32)
 
         def draw(piece: Piece) -> Tensor:
-            room = piece.room[3]
-            if narrow is None:
-                return room.uniform_(generator=streams[piece.segment])
-            return room.copy_(narrow[: len(room)].uniform_(generator=streams[piece.segment]))
+            size = len(piece.theta)
+            return uniform(index[:size], keys[piece.i].after(piece.here.start), piece.room[3], room[:, :size])
 
         return draw
 

@@ -3,9 +3,13 @@
 import triton
 import triton.language as tl
 
+from spartan.ops.drawing import FACTORS, SHIFTS
 from spartan.solvers.triton.moves import read
 from spartan.solvers.triton.powers import value_of
 from spartan.solvers.triton.state import row_of, segment_of
+
+SHIFT_1, SHIFT_2, SHIFT_3, SHIFT_4 = map(tl.constexpr, SHIFTS)
+FACTOR_1, FACTOR_2, FACTOR_3 = map(tl.constexpr, FACTORS)
 
 # What is known of a segment while its shift is sought, in float64.
 V = tl.constexpr(0)  # the present shift
@@ -19,126 +23,125 @@ KNOWN = tl.constexpr(7)
 
 
 @triton.jit
-def random_at(seed, first, start, i, n, m, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def fold(x, SHIFT: tl.constexpr):
+    """x xor x >> SHIFT, of signed numbers."""
+    return x ^ (x >> SHIFT)
+
+
+@triton.jit
+def number_of(index, one, two):
+    """The number in (0, 1) of an index under a key: bit for bit that of `ops.drawing.uniform`."""
+    x = (fold(index + one, SHIFT_1) * FACTOR_1) ^ two
+    x = fold(x, SHIFT_2) * FACTOR_2
+    x = fold(x, SHIFT_3) * FACTOR_3
+    return (fold(x, SHIFT_4) >> 8).to(tl.float32) * 1.1920928955078125e-07 + 5.9604644775390625e-08
+
+
+@triton.jit
+def random_at(one, two, order, start, i, BLOCK: tl.constexpr):
     """Random numbers of a block of a piece, by the place of units in row-major order, however the weights lie.
 
-    Memory has runs of n·m entries in which the row-major ones lie turned. Numbers of 64 bits take several times as long
-    to divide and to draw from: they are used where there are more units than others can count.
+    `order` has n and m of the target, and its key: memory has runs of n·m entries in which the row-major ones lie turned.
     """
+    n = tl.load(order)
+    m = tl.load(order + 1)
     run = n * m
     begins = start + i
     turned = (begins % run).to(tl.int32) + tl.arange(0, BLOCK)  # from the run in which the block begins
     rest = turned % run.to(tl.int32)
     place = turned - rest + (rest % n.to(tl.int32)) * m.to(tl.int32) + rest // n.to(tl.int32)
-    before = first + begins - begins % run
-    if WIDE:
-        return tl.rand(seed, before + place)
-    else:
-        return tl.rand(seed, before.to(tl.int32) + place)
+    one = one ^ tl.load(order + 2).to(tl.int32)
+    two = two ^ tl.load(order + 3).to(tl.int32)
+    return number_of((begins - begins % run).to(tl.int32) + place, one, two)
 
 
-@triton.jit(do_not_specialize=["seed"])
-def uniform(out, starts, table, orders, seed, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """A random number in [0, 1) per unit; `orders` has n and m of every target."""
+@triton.jit(do_not_specialize=["one", "two"])
+def uniform(out, starts, table, orders, one, two, BLOCK: tl.constexpr):
+    """A random number in (0, 1) per unit; `orders` has a row for every target."""
     piece = tl.program_id(0)
     which, start, length, _ = row_of(table, piece)
     first = tl.load(starts + which)
-    n = tl.load(orders + 2 * which)
-    m = tl.load(orders + 2 * which + 1)
     for i in range(0, length, BLOCK):
         here = i + tl.arange(0, BLOCK)
-        u = random_at(seed, first, start, i, n, m, WIDE, BLOCK)
+        u = random_at(one, two, orders + 4 * which, start, i, BLOCK)
         tl.store(out + first + start + here, u, mask=here < length)
 
 
 @triton.jit
-def largest(values, table, costs, found, BLOCK: tl.constexpr):
-    """The largest s/c of every piece."""
+def shifted(values, table, segments, costs, known, found, FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    """Of every piece Σ min(max(s − v·c, 0), 1), and how many of these move with v; at FIRST v is 0, and the largest s/c."""
     piece = tl.program_id(0)
+    mine = known + segment_of(segments, piece) * KNOWN
+    cost = tl.load(costs + piece).to(tl.float32)
+    down = 0.0
+    if not FIRST:
+        if tl.load(mine + DONE) != 0.0:
+            return
+        down = tl.load(mine + V).to(tl.float32) * cost
     which, start, length, _ = row_of(table, piece)
     at = tl.load(values + which).to(tl.pointer_type(tl.float32)) + start
+    total = tl.zeros((BLOCK,), tl.float64)
+    moving = tl.zeros((BLOCK,), tl.int32)
     most = tl.full((BLOCK,), -float("inf"), tl.float32)
     for i in range(0, length, BLOCK):
         here = i + tl.arange(0, BLOCK)
-        most = tl.maximum(most, tl.load(at + here, mask=here < length, other=-float("inf")))
-    tl.store(found + 2 * piece, (tl.max(most) / tl.load(costs + piece).to(tl.float32)).to(tl.float64))
-
-
-@triton.jit
-def begin(limits, found, known, ROWS: tl.constexpr):
-    """No shift yet; the root lies below the largest s/c."""
-    segment = tl.program_id(0)
-    first = tl.load(limits + 6 * segment)
-    last = tl.load(limits + 6 * segment + 1)
-    most = tl.zeros((ROWS,), tl.float64)
-    for i in range(0, last - first, ROWS):
-        row = first + i + tl.arange(0, ROWS)
-        most = tl.maximum(most, tl.load(found + 2 * row, mask=row < last, other=0.0))
-    mine = known + segment * KNOWN
-    tl.store(mine + V, 0.0)
-    tl.store(mine + LEAST_V, 0.0)
-    tl.store(mine + MOST_V, tl.max(most))
-    tl.store(mine + BEST, 0.0)
-    tl.store(mine + MISSED, float("inf"))
-    tl.store(mine + LAST, float("inf"))
-    tl.store(mine + DONE, 0.0)
-
-
-@triton.jit
-def shifted(values, table, segments, costs, known, found, BLOCK: tl.constexpr):
-    """Of every piece Σ min(max(s − v·c, 0), 1), and how many of these move with v."""
-    piece = tl.program_id(0)
-    mine = known + segment_of(segments, piece) * KNOWN
-    if tl.load(mine + DONE) != 0.0:
-        return
-    which, start, length, _ = row_of(table, piece)
-    at = tl.load(values + which).to(tl.pointer_type(tl.float32)) + start
-    down = tl.load(mine + V).to(tl.float32)
-    down = down * tl.load(costs + piece).to(tl.float32)
-    total = tl.zeros((BLOCK,), tl.float64)
-    moving = tl.zeros((BLOCK,), tl.int32)
-    for i in range(0, length, BLOCK):
-        here = i + tl.arange(0, BLOCK)
         inside = here < length
-        x = tl.load(at + here, mask=inside, other=0.0) - down
-        total += tl.where(inside, tl.minimum(tl.maximum(x, 0.0), 1.0), 0.0).to(tl.float64)
-        moving += (inside & (x > 0.0) & (x <= 1.0)).to(tl.int32)
-    tl.store(found + 2 * piece, tl.sum(total))
-    tl.store(found + 2 * piece + 1, tl.sum(moving).to(tl.float64))
+        x = tl.load(at + here, mask=inside, other=-float("inf")) - down
+        if FIRST:
+            most = tl.maximum(most, x)
+        total += tl.minimum(tl.maximum(x, 0.0), 1.0).to(tl.float64)
+        moving += ((x > 0.0) & (x <= 1.0)).to(tl.int32)
+    tl.store(found + 3 * piece, tl.sum(total))
+    tl.store(found + 3 * piece + 1, tl.sum(moving).to(tl.float64))
+    if FIRST:
+        tl.store(found + 3 * piece + 2, (tl.max(most) / cost).to(tl.float64))
 
 
 @triton.jit
-def step(limits, found, prices, costs, budgets, known, ROWS: tl.constexpr):
-    """A bracketed Newton step on the piecewise linear Σ c·s(v) = k of every segment."""
+def step(limits, found, prices, costs, budgets, known, FIRST: tl.constexpr, ROWS: tl.constexpr):
+    """A bracketed Newton step on the piecewise linear Σ c·s(v) = k of every segment; the FIRST one is from v = 0."""
     segment = tl.program_id(0)
-    if tl.load(known + segment * KNOWN + DONE) != 0.0:
+    mine = known + segment * KNOWN
+    if not FIRST and tl.load(mine + DONE) != 0.0:
         return
     first = tl.load(limits + 6 * segment)
     last = tl.load(limits + 6 * segment + 1)
     sums = tl.zeros((ROWS,), tl.float64)
     slopes = tl.zeros((ROWS,), tl.float64)
+    most = tl.zeros((ROWS,), tl.float64)
     for i in range(0, last - first, ROWS):
         row = first + i + tl.arange(0, ROWS)
         there = row < last
         price = tl.load(prices + row, mask=there, other=0.0)
-        sums += tl.load(found + 2 * row, mask=there, other=0.0) * price
+        sums += tl.load(found + 3 * row, mask=there, other=0.0) * price
         slopes += (
-            tl.load(found + 2 * row + 1, mask=there, other=0.0) * price * tl.load(costs + row, mask=there, other=0.0)
+            tl.load(found + 3 * row + 1, mask=there, other=0.0) * price * tl.load(costs + row, mask=there, other=0.0)
         )
-    mine = known + segment * KNOWN
-    v = tl.load(mine + V)
-    low = tl.load(mine + LEAST_V)
-    high = tl.load(mine + MOST_V)
-    missed = tl.load(mine + MISSED)
+        if FIRST:
+            most = tl.maximum(most, tl.load(found + 3 * row + 2, mask=there, other=0.0))
+    if FIRST:  # the root lies below the largest s/c
+        v = tl.full((), 0.0, tl.float64)
+        low = v
+        high = tl.max(most)
+        best = v
+        missed = tl.full((), float("inf"), tl.float64)
+        before = missed
+    else:
+        v = tl.load(mine + V)
+        low = tl.load(mine + LEAST_V)
+        high = tl.load(mine + MOST_V)
+        best = tl.load(mine + BEST)
+        missed = tl.load(mine + MISSED)
+        before = tl.load(mine + LAST)
     excess = tl.sum(sums) - tl.load(budgets + segment)
     slope = tl.sum(slopes)
     off = tl.abs(excess)
-    tl.store(mine + BEST, tl.where(off < missed, v, tl.load(mine + BEST)))
+    tl.store(mine + BEST, tl.where(off < missed, v, best))
     tl.store(mine + MISSED, tl.minimum(off, missed))
     low = tl.where(excess > 0.0, v, low)
     high = tl.where(excess > 0.0, high, v)
     moved = tl.where(slope > 0.0, v + excess / tl.where(slope > 0.0, slope, 1.0), float("inf"))
-    fast = (moved > low) & (moved < high) & (off < 0.5 * tl.load(mine + LAST))
+    fast = (moved > low) & (moved < high) & (off < 0.5 * before)
     tl.store(mine + LEAST_V, low)
     tl.store(mine + MOST_V, high)
     following = tl.where(fast, moved, 0.5 * (low + high))
@@ -181,18 +184,16 @@ def shift_ranks(
         tl.store(to + here, u - shift, mask=here < length)
 
 
-@triton.jit(do_not_specialize=["seed"])
-def sample(s, out, starts, table, orders, seed, beta, EDGE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["one", "two"])
+def sample(s, out, starts, table, orders, one, two, beta, BLOCK: tl.constexpr):
     """sigmoid(β·(logit s + logit U)), U the numbers of `uniform`; where s is 0 or 1, that."""
     piece = tl.program_id(0)
     which, start, length, _ = row_of(table, piece)
     first = tl.load(starts + which)
-    n = tl.load(orders + 2 * which)
-    m = tl.load(orders + 2 * which + 1)
     for i in range(0, length, BLOCK):
         here = i + tl.arange(0, BLOCK)
         inside = here < length
-        u = tl.minimum(tl.maximum(random_at(seed, first, start, i, n, m, WIDE, BLOCK), EDGE), 1.0 - EDGE)
+        u = random_at(one, two, orders + 4 * which, start, i, BLOCK)
         chance = tl.load(s + first + start + here, mask=inside, other=0.0)
         free = (chance > 0.0) & (chance < 1.0)
         p = tl.where(free, chance, 0.5)

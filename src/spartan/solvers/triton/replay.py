@@ -62,6 +62,17 @@ class Replay:
         self._holding = False
         self.flush()
 
+    @contextmanager
+    def as_one(self) -> Iterator[None]:
+        """Inside, sequences are only noted; at its end they are run, unless more is held."""
+        held, self._holding = self._holding, True
+        try:
+            yield
+        finally:
+            self._holding = held
+            if not held:
+                self.flush()
+
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Run a sequence at once, whatever is held."""
         self._run(key, launch)

@@ -1,7 +1,7 @@
 """Turns gradients of single weights as forms say, by kernels."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from spartan.solvers.triton.reading import FormReader, Reading
 from spartan.solvers.triton.tables import Addresses, Numbers
 
 Launch = Callable[[], None]
+NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class KernelGradients(FormReader):
@@ -46,7 +47,7 @@ class KernelGradients(FormReader):
         if straight and self.power == 1.0 and form.own is None:
             return grads
         x, shifted = self.kernels, form.mask.name if isinstance(form.mask, Shifted) else None
-        learning = self._on_shifts.given_to(None if shifted is None else self.state.learned_per_target[shifted])
+        learning = NOTHING if shifted is None else self._on_shifts.given_to(self.state.learned_per_target[shifted])
         if x.alike(grads) and (last := x.before.of("turn", form, x.to_grads, grads, self.sources(form))):
             with learning:
                 x.replay(*last)
@@ -62,11 +63,12 @@ class KernelGradients(FormReader):
         elif form.back is VJP.THROUGH:
             self.through_mask(form, turned)
         else:
-            self.teach(form, turned)
-            if form.back.everywhere:
-                self._times_slope(turned)
-            else:
-                self.where(form, turned)
+            with x.replay.as_one():
+                self.teach(form, turned)
+                if form.back.everywhere:
+                    self._times_slope(turned)
+                else:
+                    self.where(form, turned)
         return turned
 
     def through_mask(self, form: Form, grads: Grads) -> None:
@@ -259,11 +261,8 @@ class ShiftGradient:
         return lambda: gradient.learn_shift[(len(shifts),)](*tables, ROWS=512, num_warps=4)
 
     @contextmanager
-    def given_to(self, parameter: Tensor | None) -> Iterator[None]:
-        """Inside it is made; then it is the parameter's gradient, or added to that. Without a parameter, nothing is."""
-        if parameter is None:
-            yield
-            return
+    def given_to(self, parameter: Tensor) -> Iterator[None]:
+        """Inside it is made; then it is the parameter's gradient, or added to that."""
         if parameter.grad is self.found:
             parameter.grad = parameter.grad.clone()  # the last one, to which more is to be added
         yield

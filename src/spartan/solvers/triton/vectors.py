@@ -6,10 +6,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from spartan.ops.drawing import key_of
 from spartan.problem.schedules import Moment
 from spartan.solvers import clipping
 from spartan.solvers.base import Grads
-from spartan.solvers.sampling import EDGE
 from spartan.solvers.triton import drawing
 from spartan.solvers.triton.masks import KernelMasks
 from spartan.solvers.triton.tables import Addresses, Pieces
@@ -21,7 +21,7 @@ BLOCK = 2048
 class KernelVectors(KernelMasks):
     """What methods ask of vectors of units, without a launch per target."""
 
-    draws_in_torch = False  # where processes must draw the same
+    draws_in_torch = False  # where units are numbered otherwise than they lie here
 
     @cached_property
     def _vectors(self) -> "Vectors":
@@ -33,18 +33,14 @@ class KernelVectors(KernelMasks):
         super().redivided()
 
     def random(self, at: Moment) -> Tensor:
-        """A random number in [0, 1) per unit, of this run and step; others than those of plain torch."""
+        """A random number in (0, 1) per unit, of this run and step."""
         x = self._vectors
         if x.orders is None:
             return super().random(at)
         found = torch.empty(self.count, dtype=torch.float32, device=self.device)
-        drawing.uniform[(x.pieces.count,)](
-            found, x.starts_there, x.pieces.table, x.orders, self._seed(at), WIDE=x.wide, BLOCK=BLOCK, num_warps=8
-        )
+        tables = x.starts_there, x.pieces.table, x.orders
+        drawing.uniform[(x.pieces.count,)](found, *tables, *key_of(at.seed, at.step), BLOCK=BLOCK, num_warps=8)
         return found
-
-    def _seed(self, at: Moment) -> int:
-        return hash((at.seed, at.step, self.problem.segments[0].index)) % (1 << 31)
 
     def shifted(self, name: str, u: Tensor | None = None) -> Tensor:
         """z = u − sigmoid(s) of every unit; where u is not given, from what other kernels make of θ."""
@@ -75,9 +71,9 @@ class KernelVectors(KernelMasks):
         if v.orders is None or units[s].dtype != torch.float32 or self.draws_in_torch:
             super().sample(s, m, beta, at)
             return
-        found, tables = torch.empty_like(units[s]), (v.starts_there, v.pieces.table, v.orders, self._seed(at), beta)
-        kinds = {"EDGE": EDGE, "WIDE": v.wide, "BLOCK": BLOCK, "num_warps": 8}
-        drawing.sample[(v.pieces.count,)](units[s], found, *tables, **kinds)
+        found, tables = torch.empty_like(units[s]), (v.starts_there, v.pieces.table, v.orders)
+        drawn = *tables, *key_of(at.seed, at.step), beta
+        drawing.sample[(v.pieces.count,)](units[s], found, *drawn, BLOCK=BLOCK, num_warps=8)
         units[m] = found
 
     def sample_gradient(self, s: str, m: str, out: str, beta: float, grads: Grads) -> None:
@@ -121,9 +117,9 @@ class Vectors:
         self.pieces = Pieces(problem.units, problem.unit_costs, problem.factors, device, **many)  # type: ignore[arg-type]
         self.starts = [here.start for here in problem.slices]
         self.starts_there = torch.tensor(self.starts, dtype=torch.int64).to(device)
-        self.orders, self.wide = self._orders(solver), solver.count >= 1 << 31
+        self.orders = self._orders(solver)
         self._relative = self.pieces.costs / max(problem.unit_costs)
-        self._found = torch.zeros(self.pieces.count, 2, dtype=torch.float64, device=device)
+        self._found = torch.zeros(self.pieces.count, 3, dtype=torch.float64, device=device)
         self._known = torch.zeros(len(problem.segments), drawing.KNOWN.value, dtype=torch.float64, device=device)
         self._budgets = torch.zeros(len(problem.segments), dtype=torch.float64, device=device)
         self._told: list[float] = []
@@ -136,15 +132,15 @@ class Vectors:
         return torch.empty(self._count, dtype=torch.float32, device=self._found.device)
 
     def _orders(self, solver: KernelMasks) -> Tensor | None:
-        """How units lie in memory; None where that is neither in row-major order nor with the channels last."""
+        """How units lie in memory, and their keys; None where that is neither row-major nor with the channels last."""
         found = []
-        for target in solver.problem.targets:
+        for target, key in zip(solver.problem.targets, solver.target_keys, strict=True):
             parameter, turned = target.parameter, (1, 1)
             if solver.problem.pattern.single and solver.problem.by_memory and not parameter.is_contiguous():
                 if parameter.ndim != 4 or not parameter.is_contiguous(memory_format=torch.channels_last):
                     return None
                 turned = parameter.shape[1], parameter.shape[2] * parameter.shape[3]
-            found.append(turned)
+            found.append((*turned, *key))
         return torch.tensor(found, dtype=torch.int64).to(solver.device)
 
     def within_budget(self, s: Tensor, budgets: list[float]) -> Tensor:
@@ -158,11 +154,10 @@ class Vectors:
 
         def launch() -> None:
             every, each = (p.count,), (len(p.limits),)
-            drawing.largest[every](values, p.table, self._relative, found, **sums)
-            drawing.begin[each](p.limits, found, known, **segments)
-            for _ in range(clipping.PASSES):
-                drawing.shifted[every](values, p.table, p.segments, self._relative, known, found, **sums)
-                drawing.step[each](p.limits, found, p.costs, self._relative, self._budgets, known, **segments)
+            for number in range(clipping.PASSES):
+                first = {"FIRST": number == 0}
+                drawing.shifted[every](values, p.table, p.segments, self._relative, known, found, **first, **sums)
+                drawing.step[each](p.limits, found, p.costs, self._relative, self._budgets, known, **first, **segments)
             drawing.clip[every](values, to, p.table, p.segments, self._relative, known, **sums)
 
         self._replay.flush()  # addresses have changed, and this does not wait
