@@ -5,9 +5,10 @@
 
 Each runner trains a copy of the same model (no download: the shape is written here, the tokens are random), with AdamW,
 clipping by norm and a linear schedule; "loop" is a plain loop with autocast, and a GradScaler in fp16. In every round
-each of them trains anew, from the first step to the last: for those with Spartan the whole run, at the target density from
-its first step on and with masks that are solved for at every step, so that the timed steps are alike. At its end their
-zeros are counted, exactly. A step is from one `on_step_begin` to the next, by events on the device: nothing waits for
+each of them trains anew: for those with Spartan the beginning of a long run (LONG steps: what is done a hundred times in a
+run must not be done at every step of a short one, nor β go all its way in a few), at the target density from its first
+step on and with masks that are solved for at every step, so that the timed steps are alike. At their end zeros are
+counted, exactly. A step is from one `on_step_begin` to the next, by events on the device: nothing waits for
 it but at the end of a round (and where a runner does so by itself, as the Trainer does when it looks for a loss that is
 not finite, by default at every step; `--no-nan-filter` has it not look). The first steps of a round do not count, and
 the figure is the median of all others. "ratio" is over the plain loop without Spartan, of the same model and precision.
@@ -52,6 +53,7 @@ PAIRS = [
 ]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RATE = 1e-4
+LONG = 10_000  # steps of the run whose first ones are taken
 
 
 def build(name: str, tiny: bool, length: int) -> Any:
@@ -75,8 +77,8 @@ def build(name: str, tiny: bool, length: int) -> Any:
 class Clock(transformers.TrainerCallback):
     """Marks the beginning of every step, as an event on the device, and waits for none."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, steps: int) -> None:
+        self.device, self.steps = device, steps
         self.marks: list[Any] = []
 
     def mark(self) -> None:
@@ -91,6 +93,10 @@ class Clock(transformers.TrainerCallback):
     def on_step_begin(self, *args: Any, **given: Any) -> None:
         """A step begins: the Trainer has its batch."""
         self.mark()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """The Trainer is to stop after so many."""
+        control.should_training_stop = state.global_step >= self.steps
 
     def times(self) -> list[float]:
         """Milliseconds from each mark to the next; waits for the device."""
@@ -117,7 +123,7 @@ class Bench:
 
     def run(self, runner: str) -> dict[str, Any]:
         """Times of a round's steps, and of a sparse model what is left of it."""
-        model, clock = copy.deepcopy(self.start), Clock(self.device)
+        model, clock = copy.deepcopy(self.start), Clock(self.device, self.steps)
         train = self.by_trainer if runner.startswith("trainer") else self.by_loop
         sparsifier = train(model, clock, runner.endswith("spartan"))
         found: dict[str, Any] = {"times": clock.times()[self.args.warm_up :], "skipped": 0, "kept": "", "targets": ""}
@@ -129,11 +135,11 @@ class Bench:
         """A plain loop: what the Trainer is asked for, and nothing else."""
         cuda, dtype = self.device.type == "cuda", DTYPES[self.precision]
         optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0, fused=True)
-        schedule = transformers.get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=self.steps)
+        schedule = transformers.get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=LONG)
         scaler = torch.amp.GradScaler(self.device.type, enabled=cuda and self.precision == "fp16")
         sparsifier = None
         if sparse:
-            sparsifier = spartan.Sparsifier(model, self.args.sparsity, self.steps, **self.settings).attach(optimizer)
+            sparsifier = spartan.Sparsifier(model, self.args.sparsity, LONG, **self.settings).attach(optimizer)
         batches = DataLoader(self.rows, self.args.batch, shuffle=True, pin_memory=cuda, drop_last=True)  # type: ignore[arg-type,var-annotated]
         model.train()
         for batch in batches:
@@ -159,7 +165,7 @@ class Bench:
         options: dict[str, Any] = {"bf16": self.precision == "bf16", "fp16": self.precision == "fp16" and cuda}
         with tempfile.TemporaryDirectory() as folder:
             arguments = transformers.TrainingArguments(
-                folder, max_steps=self.steps, per_device_train_batch_size=self.args.batch, learning_rate=RATE,
+                folder, max_steps=LONG, per_device_train_batch_size=self.args.batch, learning_rate=RATE,
                 max_grad_norm=1.0, optim="adamw_torch_fused", lr_scheduler_type="linear", weight_decay=0.0,
                 save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True, use_cpu=not cuda,
                 logging_nan_inf_filter=self.args.nan_filter, dataloader_drop_last=True, **options,
