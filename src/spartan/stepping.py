@@ -50,7 +50,7 @@ def step(
         else:
             result = run.step(optimizer, mine, update, closure, skipped)
     left_out = skipped()
-    run.finish(mine, left_out, advance=not left_out and self._attachment.advances(me))
+    run.finish(optimizer, mine, left_out, advance=not left_out and self._attachment.advances(me))
     self._notices.look(run)
     if run.at.step > before:
         for average in self._averages:

@@ -104,7 +104,7 @@ class Run:
             self._add_decay(mine, getattr(optimizer, "grad_scale", None))
 
     @torch.no_grad()
-    def finish(self, mine: Sequence[int], skipped: bool, advance: bool) -> None:
+    def finish(self, optimizer: Optimizer, mine: Sequence[int], skipped: bool, advance: bool) -> None:
         """After one optimizer's step, or all of them: the schedule moves on, masks are solved anew, w goes back."""
         with self.weights.together():
             try:
