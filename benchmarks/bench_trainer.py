@@ -41,7 +41,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "trainer.csv"
 COLUMNS = [
     *("date", "commit", "device", "torch", "transformers", "model", "batch", "length", "precision", "runner"),
-    *("ms", "least_ms", "ratio", "steps", "skipped", "kept", "targets"),
+    *("ms", "least_ms", "ratio", "steps", "skipped", "kept", "targets", "method"),
 ]
 RUNNERS = ["loop", "loop+spartan", "trainer", "trainer+spartan"]
 # What is compared with what.
@@ -119,7 +119,7 @@ class Bench:
         rows = torch.randint(words, (self.steps * args.batch, args.length), generator=torch.Generator().manual_seed(1))
         self.rows = [{"input_ids": x, "labels": x} for x in rows]
         # At the target density from the first step on, and no step with masks that are fixed.
-        self.settings: dict[str, Any] = {"warmup": 0.0, "finetune": 0.0}
+        self.settings: dict[str, Any] = {"method": args.method, "warmup": 0.0, "finetune": 0.0}
 
     def run(self, runner: str) -> dict[str, Any]:
         """Times of a round's steps, and of a sparse model what is left of it."""
@@ -238,7 +238,8 @@ def show(bench: Bench, found: dict[str, dict[str, Any]], about: list[str], appen
         print(f"  {name:16} {median[name]:9.3f} ms, least {min(times):9.3f}, {ratio:>7} × loop{left}{skipped}")
         numbers = [f"{median[name]:.3f}", f"{min(times):.3f}", ratio, len(times)]
         row = [*about, bench.name, args.batch, args.length, bench.precision, name, *numbers]
-        rows.append([*row, one["skipped"], one["kept"], one["targets"]])
+        method = args.method if name.endswith("spartan") else ""
+        rows.append([*row, one["skipped"], one["kept"], one["targets"], method])
     for ours, theirs in PAIRS:
         if ours in median and theirs in median:
             print(f"  {ours} over {theirs}: {median[ours] / median[theirs]:.4f}")
@@ -253,6 +254,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=("gpt2", "llama"), default=["gpt2", "llama"])
     parser.add_argument("--precisions", nargs="+", choices=("bf16", "fp16"), default=["bf16", "fp16"])
     parser.add_argument("--runners", nargs="+", choices=RUNNERS, default=RUNNERS)
+    parser.add_argument("--method", default="spartan", help="a name; the runners are called +spartan whichever it is")
     parser.add_argument("--sparsity", type=float, default=0.9)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)

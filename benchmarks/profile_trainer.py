@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tiny", action="store_true", help="on a CPU, with models of 30,000 weights")
     args = parser.parse_args()
-    args.batch, args.length, args.warm_up = 2, 16, WARM_UP
+    args.batch, args.length, args.warm_up, args.method = 2, 16, WARM_UP, "spartan"  # whose traffic is known
     bench = Bench(args.model, args.precision, args)
     (dense, plain), (sparse, ours) = measure(bench, False), measure(bench, True)
     more = Counter({name: us for name, us in sparse.items() if name not in dense})
