@@ -28,7 +28,7 @@ class Checkpointed:
     Example:
         >>> model = torch.nn.Linear(8, 8)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> sparsifier = spartan.Sparsifier(model, sparsity=0.5, total_steps=10).attach(optimizer)
+        >>> sparsifier = spartan.Sparsifier(model, sparsity=0.5, total_steps=10, method="spartan").attach(optimizer)
         >>> states = {"sparsifier": Checkpointed(sparsifier)}
         >>> sorted(states["sparsifier"].state_dict())
         ['rest', 'weights/weight/keep', 'weights/weight/mask', 'weights/weight/theta']
