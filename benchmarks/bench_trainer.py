@@ -5,9 +5,10 @@
 
 Each runner trains a copy of the same model (no download: the shape is written here, the tokens are random), with AdamW,
 clipping by norm and a linear schedule; "loop" is a plain loop with autocast, and a GradScaler in fp16. In every round
-each of them trains anew, from the first step to the last: for those with Spartan the whole run, at the target density from
-its first step on and with masks that are solved for at every step, so that the timed steps are alike. At its end their
-zeros are counted, exactly. A step is from one `on_step_begin` to the next, by events on the device: nothing waits for
+each of them trains anew: for those with Spartan the beginning of a long run (LONG steps: what is done a hundred times in a
+run must not be done at every step of a short one, nor β go all its way in a few), at the target density from its first
+step on and with masks that are solved for at every step, so that the timed steps are alike. At their end zeros are
+counted, exactly. A step is from one `on_step_begin` to the next, by events on the device: nothing waits for
 it but at the end of a round (and where a runner does so by itself, as the Trainer does when it looks for a loss that is
 not finite, by default at every step; `--no-nan-filter` has it not look). The first steps of a round do not count, and
 the figure is the median of all others. "ratio" is over the plain loop without Spartan, of the same model and precision.
@@ -40,7 +41,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "trainer.csv"
 COLUMNS = [
     *("date", "commit", "device", "torch", "transformers", "model", "batch", "length", "precision", "runner"),
-    *("ms", "least_ms", "ratio", "steps", "skipped", "kept", "targets"),
+    *("ms", "least_ms", "ratio", "steps", "skipped", "kept", "targets", "method"),
 ]
 RUNNERS = ["loop", "loop+spartan", "trainer", "trainer+spartan"]
 # What is compared with what.
@@ -52,6 +53,7 @@ PAIRS = [
 ]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RATE = 1e-4
+LONG = 10_000  # steps of the run whose first ones are taken
 
 
 def build(name: str, tiny: bool, length: int) -> Any:
@@ -75,8 +77,8 @@ def build(name: str, tiny: bool, length: int) -> Any:
 class Clock(transformers.TrainerCallback):
     """Marks the beginning of every step, as an event on the device, and waits for none."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, steps: int) -> None:
+        self.device, self.steps = device, steps
         self.marks: list[Any] = []
 
     def mark(self) -> None:
@@ -91,6 +93,10 @@ class Clock(transformers.TrainerCallback):
     def on_step_begin(self, *args: Any, **given: Any) -> None:
         """A step begins: the Trainer has its batch."""
         self.mark()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """The Trainer is to stop after so many."""
+        control.should_training_stop = state.global_step >= self.steps
 
     def times(self) -> list[float]:
         """Milliseconds from each mark to the next; waits for the device."""
@@ -113,11 +119,11 @@ class Bench:
         rows = torch.randint(words, (self.steps * args.batch, args.length), generator=torch.Generator().manual_seed(1))
         self.rows = [{"input_ids": x, "labels": x} for x in rows]
         # At the target density from the first step on, and no step with masks that are fixed.
-        self.settings: dict[str, Any] = {"warmup": 0.0, "finetune": 0.0}
+        self.settings: dict[str, Any] = {"method": args.method, "warmup": 0.0, "finetune": 0.0}
 
     def run(self, runner: str) -> dict[str, Any]:
         """Times of a round's steps, and of a sparse model what is left of it."""
-        model, clock = copy.deepcopy(self.start), Clock(self.device)
+        model, clock = copy.deepcopy(self.start), Clock(self.device, self.steps)
         train = self.by_trainer if runner.startswith("trainer") else self.by_loop
         sparsifier = train(model, clock, runner.endswith("spartan"))
         found: dict[str, Any] = {"times": clock.times()[self.args.warm_up :], "skipped": 0, "kept": "", "targets": ""}
@@ -129,11 +135,11 @@ class Bench:
         """A plain loop: what the Trainer is asked for, and nothing else."""
         cuda, dtype = self.device.type == "cuda", DTYPES[self.precision]
         optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0, fused=True)
-        schedule = transformers.get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=self.steps)
+        schedule = transformers.get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=LONG)
         scaler = torch.amp.GradScaler(self.device.type, enabled=cuda and self.precision == "fp16")
         sparsifier = None
         if sparse:
-            sparsifier = spartan.Sparsifier(model, self.args.sparsity, self.steps, **self.settings).attach(optimizer)
+            sparsifier = spartan.Sparsifier(model, self.args.sparsity, LONG, **self.settings).attach(optimizer)
         batches = DataLoader(self.rows, self.args.batch, shuffle=True, pin_memory=cuda, drop_last=True)  # type: ignore[arg-type,var-annotated]
         model.train()
         for batch in batches:
@@ -159,7 +165,7 @@ class Bench:
         options: dict[str, Any] = {"bf16": self.precision == "bf16", "fp16": self.precision == "fp16" and cuda}
         with tempfile.TemporaryDirectory() as folder:
             arguments = transformers.TrainingArguments(
-                folder, max_steps=self.steps, per_device_train_batch_size=self.args.batch, learning_rate=RATE,
+                folder, max_steps=LONG, per_device_train_batch_size=self.args.batch, learning_rate=RATE,
                 max_grad_norm=1.0, optim="adamw_torch_fused", lr_scheduler_type="linear", weight_decay=0.0,
                 save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True, use_cpu=not cuda,
                 logging_nan_inf_filter=self.args.nan_filter, dataloader_drop_last=True, **options,
@@ -232,7 +238,8 @@ def show(bench: Bench, found: dict[str, dict[str, Any]], about: list[str], appen
         print(f"  {name:16} {median[name]:9.3f} ms, least {min(times):9.3f}, {ratio:>7} × loop{left}{skipped}")
         numbers = [f"{median[name]:.3f}", f"{min(times):.3f}", ratio, len(times)]
         row = [*about, bench.name, args.batch, args.length, bench.precision, name, *numbers]
-        rows.append([*row, one["skipped"], one["kept"], one["targets"]])
+        method = args.method if name.endswith("spartan") else ""
+        rows.append([*row, one["skipped"], one["kept"], one["targets"], method])
     for ours, theirs in PAIRS:
         if ours in median and theirs in median:
             print(f"  {ours} over {theirs}: {median[ours] / median[theirs]:.4f}")
@@ -247,6 +254,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=("gpt2", "llama"), default=["gpt2", "llama"])
     parser.add_argument("--precisions", nargs="+", choices=("bf16", "fp16"), default=["bf16", "fp16"])
     parser.add_argument("--runners", nargs="+", choices=RUNNERS, default=RUNNERS)
+    parser.add_argument("--method", default="spartan", help="a name; the runners are called +spartan whichever it is")
     parser.add_argument("--sparsity", type=float, default=0.9)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)

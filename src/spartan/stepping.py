@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 from spartan.following import check_callbacks, release
 from spartan.problem.zeros import UnitCount, too_full
 from spartan.step import look
-from spartan.step.run import skipped, without_update
+from spartan.step.run import without_update
+from spartan.step.scaling import ask_scaler
 from spartan.step.stats import Layer
 from spartan.step.wrap import only_creates_state
 
@@ -39,6 +40,7 @@ def step(
             run.write(anew=False)
     self._notices.begin()
     run.guard.look()
+    skipped = ask_scaler(optimizer)
     if self.method.identity:
         result, mine = update() if closure is None else update(closure), []
     else:
@@ -46,8 +48,9 @@ def step(
         if self.method.replaces(run.at):
             result, mine = without_update(run, optimizer, mine, closure), []
         else:
-            result = run.step(optimizer, mine, update, closure)
-    run.finish(optimizer, mine, not skipped(optimizer) and self._attachment.advances(me))
+            result = run.step(optimizer, mine, update, closure, skipped)
+    left_out = skipped()
+    run.finish(optimizer, mine, left_out, advance=not left_out and self._attachment.advances(me))
     self._notices.look(run)
     if run.at.step > before:
         for average in self._averages:

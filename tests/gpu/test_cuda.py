@@ -13,6 +13,7 @@ from torch import nn
 from spartan import Block, Sparsifier, hard_topk, prune, soft_topk
 from spartan.methods import as_method
 from tests.contract.cases import METHODS, Net, batch, begin
+from tests.waiting import no_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 STEPS = 12
@@ -114,6 +115,30 @@ def test_amp_with_a_scaler_and_every_kind_of_adam(method: str, kwargs: dict[str,
         if poison:
             assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
         assert sparsifier.stats.cost == 23.0  # a tenth of 72 + 128 + 32 weights
+
+
+def test_a_scaled_step_asks_the_scaler_before_the_update_and_not_the_device_after_it() -> None:
+    """A fused step waits for nothing by itself: a look at the scaler's answer behind it would have the device run dry."""
+    torch.manual_seed(0)
+    model = Net().cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    sparsifier = Sparsifier(model, 0.9, 1000, warmup=0.0).attach(optimizer)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    x, y = (t.cuda() for t in batch(0))
+
+    def steps(n: int) -> None:
+        for _ in range(n):
+            scaler.scale(nn.functional.cross_entropy(model(x.float()), y)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    steps(6)  # kernels are compiled, graphs recorded
+    with no_waiting():
+        steps(20)
+    assert sparsifier.stats.step == 26
 
 
 @pytest.mark.filterwarnings("default")  # the compiler's own deprecations

@@ -292,7 +292,7 @@ class TestTheBestModel:
 
 def test_logs(tmp_path: Path) -> None:
     logger = package().loggers.CSVLogger(tmp_path)
-    found, _ = fit(tmp_path, callback(), logger=logger, log_every_n_steps=8)
+    found, _ = fit(tmp_path, callback(method="spartan"), logger=logger, log_every_n_steps=8)
     rows = [line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()]
     column = rows[0].index("density")
     densities = [float(row[column]) for row in rows[1:] if row[column]]

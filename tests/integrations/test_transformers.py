@@ -184,7 +184,7 @@ class TestTheBestModel:
 
     def run(self, folder: Path, best: int, **more: Any) -> Any:
         """A run in which the evaluation at this step is the best of all, then the later the better."""
-        mine = callback()
+        mine = callback(method="spartan")
         found = trainer(folder, **(self.options | more))
         found.add_callback(mine)
         measured = found.evaluation_loop
@@ -240,6 +240,7 @@ class TestLogs:
 
         found = trained(
             tmp_path,
+            given=callback(method="spartan"),  # which has a β
             callbacks=[Reporter()],
             logging_strategy="steps",
             logging_steps=5,
@@ -293,7 +294,7 @@ class TestRefused:
             def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
                 control.should_training_stop = state.global_step == 2
 
-        found.add_callback(callback())
+        found.add_callback(callback(method="spartan"))
         found.add_callback(Stop())
         with pytest.raises(RuntimeError, match="reaches the target density at step 4; train on"):
             found.train()

@@ -78,7 +78,7 @@ def load_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer, spa
             if f"model/{name}" not in state:
                 raise ValueError(f"folder={str(folder)!r} holds no {name}: it belongs to another model")
             local(tensor).copy_(local(state[f"model/{name}"]))
-    sparsifier.load_state_dict(_nested(state, rest))
+    sparsifier.load_state_dict(nested_sparsifier(state, rest))
     _load_optimizer(optimizer, sparsifier, model, state, rest)
 
 
@@ -86,7 +86,7 @@ def save_apart(folder: str | Path, sparsifier: "Sparsifier") -> None:
     """Write a sparsifier's state alone, where somebody else saves the model and the optimizer: each process its part."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    state, rest = _flat_sparsifier(sparsifier)
+    state, rest = flat_sparsifier(sparsifier)
     with _without_single_process_warning():
         save(state | {"rest": _as_bytes(rest)}, checkpoint_id=folder)
 
@@ -95,7 +95,7 @@ def load_apart(folder: str | Path, sparsifier: "Sparsifier") -> None:
     """Go on from what `save_apart` wrote; every process must call it."""
     sparsifier._run.guard.reshard()  # FSDP2 may have left whole weights of a forward pass
     targets: dict[str, Tensor] = {t.name: t.parameter for t in sparsifier._run.problem.targets}
-    sparsifier.load_state_dict(_nested(*_read(folder, targets, targets, "save_apart")))
+    sparsifier.load_state_dict(nested_sparsifier(*_read(folder, targets, targets, "save_apart")))
 
 
 def _read(
@@ -251,7 +251,7 @@ def _problems(sparsifier: "Sparsifier") -> dict[str, tuple[Problem, int]]:
 
 def _flat(model: nn.Module, optimizer: Optimizer, sparsifier: "Sparsifier") -> dict[str, Any]:
     """Everything by one name each: tensors, and all plain numbers as one object."""
-    own, rest = _flat_sparsifier(sparsifier)
+    own, rest = flat_sparsifier(sparsifier)
     state: dict[str, Any] = {f"model/{n}": x for n, x in _model_tensors(model).items()} | own
     rest["optimizer"] = {}
     for trained in _trained(model, optimizer, sparsifier):
@@ -265,7 +265,7 @@ def _flat(model: nn.Module, optimizer: Optimizer, sparsifier: "Sparsifier") -> d
     return state | {"rest": _as_bytes(rest)}
 
 
-def _flat_sparsifier(sparsifier: "Sparsifier") -> tuple[dict[str, Any], dict[str, Any]]:
+def flat_sparsifier(sparsifier: "Sparsifier") -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of a sparsifier by one name each, and the rest of its state."""
     state: dict[str, Any] = {}
     rest, problems = sparsifier.state_dict(), _problems(sparsifier)
@@ -311,7 +311,7 @@ def _empty_for(
     return zeros(*shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements)  # type: ignore[attr-defined]
 
 
-def _nested(state: Mapping[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+def nested_sparsifier(state: Mapping[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
     """The sparsifier's part as `load_state_dict` takes it."""
     found = {k: v for k, v in rest.items() if k not in ("optimizer", "param_groups")}
     found |= {"weights": {}} | {kind: {} for kind in UNITS}

@@ -57,8 +57,18 @@ class Run:
 
     # ------------------------------------------------------------------ the step
 
-    def step(self, optimizer: Optimizer, mine: Sequence[int], update: Update, closure: Closure | None) -> Any:
-        """One step of an optimizer that trains these targets: θ is updated, and `finish` is to take it from the model."""
+    def step(
+        self,
+        optimizer: Optimizer,
+        mine: Sequence[int],
+        update: Update,
+        closure: Closure | None,
+        skipped: Callable[[], bool],
+    ) -> Any:
+        """One step of an optimizer that trains these targets: θ is updated, and `finish` is to take it from the model.
+
+        `skipped` tells whether a loss scaler made the update be left out.
+        """
         evaluate = None if closure is None else Evaluation(self, optimizer, mine, closure)
         if evaluate is None:
             self.turn(optimizer, mine)
@@ -75,7 +85,7 @@ class Run:
                         self.guard.gradients(mine, self.at.step, optimizer)
                     self.weights.put(mine)
                 result = update() if evaluate is None else update(evaluate)
-                if not skipped(optimizer):
+                if not skipped():
                     self.guard.updates(mine, self.at.step)
             except BaseException:
                 if evaluate is not None:
@@ -94,13 +104,13 @@ class Run:
             self._add_decay(mine, getattr(optimizer, "grad_scale", None))
 
     @torch.no_grad()
-    def finish(self, optimizer: Optimizer, mine: Sequence[int], advance: bool) -> None:
+    def finish(self, optimizer: Optimizer, mine: Sequence[int], skipped: bool, advance: bool) -> None:
         """After one optimizer's step, or all of them: the schedule moves on, masks are solved anew, w goes back."""
         with self.weights.together():
             try:
                 # The line search of LBFGS has looked at where it goes.
                 self.weights.take(mine, None if isinstance(optimizer, LBFGS) else self.at)
-                if not skipped(optimizer):
+                if not skipped:
                     if advance:
                         self.at = self.at.next()
                     self.solve()
@@ -339,12 +349,6 @@ def without_update(run: Run, optimizer: Optimizer, mine: Sequence[int], closure:
     run.gradients.stepped(mine)
     optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers ask for
     return loss
-
-
-def skipped(optimizer: Optimizer) -> bool:
-    """Whether a loss scaler made a fused optimizer leave out its update."""
-    found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and bool(found_inf.item())
 
 
 def replace_gradients(problem: Problem, old: Sequence[Tensor | None], new: Sequence[Tensor | None]) -> None:

@@ -135,6 +135,7 @@ def test_the_test_goes_over_all_of_it(tmp_path: Path) -> None:
 BAD = {
     "empty": (b"", "is empty; text is needed"),
     "binary": (b"text\0more" * 100, "is no text: byte 4 is zero"),
+    "UTF-16": ("naïve ".encode("utf-16") * 100, "is in UTF-16 or UTF-32; save it as UTF-8"),
     "latin-1": ("naïve ".encode("latin-1") * 100, "is not UTF-8 at byte 2"),
     "short": (b"hello", "part of .* has 5 bytes, too few for a sequence of 16"),
 }

@@ -5,6 +5,7 @@ which tensors are whole, and what a checkpoint consists of.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,8 @@ class ShardedModel(WholeModel):
 
         from spartan.app.train.shards import ShardedCheckpoints
 
+        # Such a layer gives its keys and values beside its output: views, which nobody writes to.
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPGPTLayer\) returned a view")
         # Weights stay as they lie, since FSDP2 takes contiguous ones only; with channels_last, images do not.
         mesh = init_device_mesh(self.device.type, (self.us.world,))
         options = {"mesh": mesh, "mp_policy": precision(self.config, model), "shard_placement_fn": self._placement}

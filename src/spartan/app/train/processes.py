@@ -235,6 +235,9 @@ def joined() -> Iterator[Processes]:
     finally:
         _current = Processes()
     dist.destroy_process_group()
+    # A thread of gloo still holds the last tensors that were exchanged, and wants the interpreter's lock to let them go. If
+    # it gets that only when the interpreter ends, the process aborts: so it gets it now.
+    time.sleep(0.2)
 
 
 def _environment_number(name: str, default: int | None = None) -> int:

@@ -1,5 +1,6 @@
 """Reads text as bytes, and draws sequences from it on the device."""
 
+import codecs
 import hashlib
 import sysconfig
 from collections.abc import Iterator
@@ -152,6 +153,8 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise RecipeError(f"data.path: {path} cannot be read: {error.strerror or error}") from None
     pick = "data.suffix picks the files of a folder, such as --set data.suffix=.txt"
+    if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # of UTF-32, too
+        raise RecipeError(f"data.path: {path} is in UTF-16 or UTF-32; save it as UTF-8, or leave it out: {pick}")
     zero = text.find(b"\0")
     if zero >= 0:
         raise RecipeError(f"data.path: {path} is no text: byte {zero:,} is zero; {pick}")
