@@ -156,7 +156,7 @@ def run_scatter(x: Tensor, buffers: list[Tensor], sizes: list[int], activation: 
     strides = (rows.stride(0), rows.stride(1)) if tokens == 1 else (1, tokens)
     grid = (starts.numel() - 1, splits, -(-tokens // tile))
     slots = max(1, slots // tile)
-    with torch.cuda.device(x.device.index if x.is_cuda else -1):
+    with linear.on(x.device.index if x.is_cuda else -1):
         module.scatter_kernel[grid](
             *(turned, values, columns, order, starts, bias, into, tokens, outputs, *strides),
             *(tile, lanes, slots, splits, activation),
@@ -188,7 +188,7 @@ def run_split_tiles(x: Tensor, buffers: list[Tensor], sizes: list[int], activati
         rows = rows.contiguous()
     tile = min(64, max(16, 1 << (tokens - 1).bit_length()))  # the tensor cores take 16 at least
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    with torch.cuda.device(x.device.index if x.is_cuda else -1):
+    with linear.on(x.device.index if x.is_cuda else -1):
         module.split_tile_kernel[(outs.shape[0], splits, -(-tokens // tile))](
             *(rows, weight, bias, ins, outs, starts, into, tokens, inputs, outputs, rows.stride(0)),
             *(outs.shape[0] - empties, tile, tile_n, tile_k, p, q, splits, activation),

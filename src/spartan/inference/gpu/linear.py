@@ -5,6 +5,7 @@ multiplied, so a NaN or an infinity in the input reaches only the outputs of gro
 summed in float32; bias and activation come before the one rounding.
 """
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable
@@ -60,6 +61,14 @@ def available(device: torch.device) -> bool:
     return _kernel() is not None and (device.type == "cuda" or interpreted())
 
 
+_HERE: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def on(device: int) -> contextlib.AbstractContextManager[Any]:
+    """With this CUDA device as the current one; −1 is none. (torch's own way takes its time where it is that already.)"""
+    return _HERE if device < 0 or device == torch.cuda.current_device() else torch.cuda.device(device)
+
+
 def status() -> str:
     """One line: whether the kernels can run here, or why not."""
     module = _kernel()
@@ -112,16 +121,30 @@ def run(x: Tensor, buffers: list[Tensor], sizes: list[int], launch: list[int], a
         ]
     # float32 as torch's own product would take it: in three parts unless TF32 was asked for.
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    with torch.cuda.device(x.device.index if x.is_cuda else -1):
-        module.tile_linear_kernel[(-(-tokens // tile_m) * chunks,)](
-            *(given[0], given[1], bias, ins, last, outs, starts, given[2]),
-            *(tokens, inputs, outputs, stride, outputs, chunks, outs.shape[0], empties),
-            *(tile_m, tile_n, tile_k, p, q, activation, "tf32x3" if exact else "tf32", tma, tma_out),
-            *(".ca" if LOADS[loads] == "l1" else "", interpreted()),
-            num_warps=warps,
-            num_stages=stages,
-        )
+    constants = (tile_m, tile_n, tile_k, p, q, activation, "tf32x3" if exact else "tf32", tma, tma_out)
+    constants = (*constants, ".ca" if LOADS[loads] == "l1" else "", interpreted())
+    numbers = (inputs, outputs, stride, outputs)
+    arguments = (given[0], given[1], bias, ins, last, outs, starts, given[2], tokens, *numbers)
+    arguments = (*arguments, chunks, outs.shape[0], empties, *constants)
+    with on(x.device.index if x.is_cuda else -1):
+        even = all(t.data_ptr() % 16 == 0 for t in (rows, *buffers))
+        case = (x.device, x.dtype, even, numbers, constants, warps, stages)
+        _launch(module.tile_linear_kernel, -(-tokens // tile_m) * chunks, case, arguments, warps, stages)
     return y
+
+
+# Kernels by all that Triton's own launch would look at on every call, which takes it longer than the launch.
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(kernel: Any, programs: int, case: tuple[Any, ...], arguments: tuple[Any, ...], warps: int, stages: int) -> None:
+    known = _compiled.get(case)
+    if known is not None:
+        known[(programs, 1, 1)](*arguments)
+        return
+    made = kernel[(programs,)](*arguments, num_warps=warps, num_stages=stages)
+    if made is not None:  # nothing comes from the interpreter
+        _compiled[case] = made
 
 
 # The same as an operator that `torch.compile` takes as it is.

@@ -1,40 +1,48 @@
 """Compiles CUDA C++ for the device at run time, by the compiler that torch brings, and launches it at little host time.
 
-Everything is looked up at the first use; where a library is missing or the source does not compile, `available` is False
-and callers take their Triton kernels.
+Libraries are looked up at the first use. Where one is missing `available` is False, and layers of these kernels are not
+offered: Triton's are.
 """
 
 import ctypes
 import functools
 import struct
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from importlib import resources
+from typing import Any, Self
 
 import torch
+from torch import Tensor
+
+from spartan.inference.cpu.ops import ACTIVATIONS
+from spartan.inference.gpu.few import FewTokensLinear
 
 _SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER, _EARLY = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, …_PROGRAMMATIC_STREAM_SERIALIZATION
+MOST_SHARED = 227 << 10  # bytes of shared memory that a block of threads can have
+_BUFFER, _SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, …_SIZE
 
 
 class _Attribute(ctypes.Structure):
-    _fields_ = [("kind", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16)]  # noqa: RUF012
+    _fields_ = (("kind", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
 
 
 class _Config(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = (
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
         ("shared", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.POINTER(_Attribute)),
         ("count", ctypes.c_uint),
-    ]
+    )
 
 
 @functools.cache
 def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL] | None:
     """The compiler and the driver."""
-    if torch.version.cuda is None or torch.version.hip is not None:
+    if torch.version.cuda is None:
         return None
     try:
         return ctypes.CDLL(f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"), ctypes.CDLL("libcuda.so.1")
@@ -44,25 +52,25 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL] | None:
 
 @functools.cache
 def available(device: torch.device) -> bool:
-    """Whether kernels can be compiled for this device: one with tensor cores for bfloat16 and asynchronous launches."""
+    """Whether kernels can be compiled for this device; they need launches before the last one's end, and clusters."""
     if device.type != "cuda" or _libraries() is None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
-def _compile(source: bytes, options: tuple[str, ...]) -> bytes:
-    libraries = _libraries()
+def _compile(name: str, options: tuple[str, ...]) -> bytes:
+    libraries, files = _libraries(), resources.files("spartan.inference.gpu")
     assert libraries is not None
-    compiler, program = libraries[0], ctypes.c_void_p()
-    compiler.nvrtcCreateProgram(ctypes.byref(program), source, b"few.cu", 0, None, None)
+    compiler, program, size = libraries[0], ctypes.c_void_p(), ctypes.c_size_t()
+    source = files.joinpath("common.cu").read_bytes() + files.joinpath(f"{name}.cu").read_bytes()
+    compiler.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 0, None, None)
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    failed, size = compiler.nvrtcCompileProgram(program, len(options), given), ctypes.c_size_t()
-    if failed:
+    if compiler.nvrtcCompileProgram(program, len(options), given):
         compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
         log = ctypes.create_string_buffer(size.value)
         compiler.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(f"few.cu does not compile with {' '.join(options)}: {log.value.decode()[:2000]}")
+        raise RuntimeError(f"{name}.cu does not compile with {' '.join(options)}: {log.value.decode()[:2000]}")
     compiler.nvrtcGetCUBINSize(program, ctypes.byref(size))
     binary = ctypes.create_string_buffer(size.value)
     compiler.nvrtcGetCUBIN(program, binary)
@@ -79,46 +87,92 @@ class Function:
     """A compiled kernel, of which only the arguments, the grid and the stream differ from call to call.
 
     Args:
-        name: of the kernel in few.cu.
-        device: the CUDA device's index, which must be the current one.
+        source: a file beside this one, without its ending.
+        name: of the kernel in it.
+        layout: of the kernel's one argument, a structure.
         macros: constants for the compiler.
+        device: the CUDA device's index, which must be the current one.
         threads: of a block.
         shared: bytes of dynamic shared memory.
         cluster: blocks of a cluster, along the grid's first side.
     """
 
-    def __init__(self, name: str, device: int, macros: Mapping[str, int], threads: int, shared: int, cluster: int) -> None:
-        major, minor = torch.cuda.get_device_capability(device)
-        source = resources.files("spartan.inference.gpu").joinpath("few.cu").read_bytes()
-        options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
+    def __init__(
+        self,
+        source: str,
+        name: str,
+        layout: struct.Struct,
+        macros: Mapping[str, int],
+        device: int,
+        threads: int,
+        shared: int = 0,
+        cluster: int = 1,
+    ) -> None:
+        options = ["--gpu-architecture=sm_{}{}".format(*torch.cuda.get_device_capability(device)), "--std=c++17"]
         binary = _compile(source, (*options, *(f"-D{key}={value}" for key, value in macros.items())))
         libraries = _libraries()
         assert libraries is not None
-        driver, module = libraries[1], ctypes.c_void_p()
-        self._kept = binary
-        self._function = ctypes.c_void_p()
+        driver, module, self._function = libraries[1], ctypes.c_void_p(), ctypes.c_void_p()
         torch.cuda.current_stream(device)  # makes the device's context
         _check(driver.cuModuleLoadData(ctypes.byref(module), binary), name)
         _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), name)
         if shared > 48 << 10:
             _check(driver.cuFuncSetAttribute(self._function, _SHARED_MEMORY, shared), name)
-        self._name, self._device = name, device
-        self._launch = driver.cuLaunchKernelEx
-        attributes = [_Attribute(_EARLY, 0, (ctypes.c_uint * 16)(1))]
-        if cluster > 1:
-            attributes.append(_Attribute(_CLUSTER, 0, (ctypes.c_uint * 16)(cluster, 1, 1)))
-        self._attributes = (_Attribute * len(attributes))(*attributes)
-        self._block, self._shared = (ctypes.c_uint * 3)(threads, 1, 1), shared
+        attributes = [_Attribute(_EARLY, 0, (1,)), _Attribute(_CLUSTER, 0, (cluster, 1, 1))]
+        self._attributes = (_Attribute * 2)(*attributes)
+        self._buffer, self._size = ctypes.create_string_buffer(layout.size), ctypes.c_size_t(layout.size)
+        given = (_BUFFER, ctypes.addressof(self._buffer), _SIZE, ctypes.addressof(self._size), 0)
+        self._extra = (ctypes.c_void_p * 5)(*given)
+        self._config = _Config((1, 1, 1), (threads, 1, 1), shared, None, self._attributes, 1 if cluster == 1 else 2)
+        self._layout, self._name, self._device, self._launch = layout, name, device, driver.cuLaunchKernelEx
+        self._lock = threading.Lock()
 
-    def __call__(self, grid: tuple[int, int], layout: struct.Struct, *arguments: int) -> None:
-        """Launch on torch's current stream; `layout` says how the arguments lie in the kernel's one structure."""
-        packed = layout.pack(*arguments)
-        size = ctypes.c_size_t(len(packed))
-        extra = (ctypes.c_void_p * 5)(1, ctypes.cast(packed, ctypes.c_void_p).value, 2, ctypes.addressof(size), 0)
-        config = _Config(
-            (*grid, 1), self._block, self._shared, torch._C._cuda_getCurrentRawStream(self._device),
-            self._attributes, len(self._attributes),
-        )  # fmt: skip
-        result = self._launch(ctypes.byref(config), self._function, None, extra)
+    def __call__(self, grid: tuple[int, int], *arguments: int) -> None:
+        """Launch on torch's current stream."""
+        config = self._config
+        with self._lock:
+            self._layout.pack_into(self._buffer, 0, *arguments)
+            config.grid[0], config.grid[1] = grid
+            config.stream = torch._C._cuda_getCurrentRawStream(self._device)
+            result = self._launch(ctypes.byref(config), self._function, None, self._extra)
         if result:
             _check(result, self._name)
+
+
+def macros_of(half: bool, aligned: bool, activation: str) -> dict[str, int]:
+    """The constants of common.cu."""
+    return {"HALF": int(half), "ALIGNED": int(aligned), "ACT": ACTIVATIONS[activation][0]}
+
+
+def rows_of(x: Tensor) -> tuple[Tensor, bool]:
+    """The tokens as rows, and whether these begin at 16 bytes and have a multiple of 16 columns."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    return rows, rows.stride(0) % 8 == 0 and rows.shape[1] % 16 == 0 and rows.data_ptr() % 16 == 0
+
+
+def runs_on(x: Tensor) -> bool:
+    """Whether the kernels take this input."""
+    return x.dtype != torch.float32 and available(x.device)
+
+
+class CudaLinear(FewTokensLinear):
+    """A layer on one of these kernels.
+
+    They read the weight while the kernel before them may still be running. So the device is waited for whenever a weight
+    has been written.
+    """
+
+    def _settle(self) -> None:
+        if self.values.is_cuda:
+            torch.cuda.current_stream(self.values.device).synchronize()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._settle()
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._settle()
