@@ -127,14 +127,23 @@ def run_blocks(x: Tensor, buffers: list[Tensor], sizes: list[int], activation: s
     outputs, rows, warps, unroll, held, many_warps, ahead = sizes
     inputs = x.shape[-1]
     if not nvrtc.runs_on(x):
-        return linear_torch(x, unpack_blocks(PackedBlocks(weight, columns, starts, (outputs, inputs))), bias, activation)
+        return linear_torch(
+            x, unpack_blocks(PackedBlocks(weight, columns, starts, (outputs, inputs))), bias, activation
+        )
     y = x.new_empty(*x.shape[:-1], outputs)
     given, aligned = nvrtc.rows_of(x)
     tokens, strips, device = given.shape[0], starts.shape[0] - 1, x.device.index
     if tokens == 0 or outputs == 0:
         return y
     half = x.dtype == torch.float16
-    pointers = (given.data_ptr(), weight.data_ptr(), columns.data_ptr(), starts.data_ptr(), bias.data_ptr(), y.data_ptr())
+    pointers = (
+        given.data_ptr(),
+        weight.data_ptr(),
+        columns.data_ptr(),
+        starts.data_ptr(),
+        bias.data_ptr(),
+        y.data_ptr(),
+    )
     numbers = (given.stride(0), tokens, inputs, outputs, strips)
     with linear.on(device):
         if tokens <= MOST_TOKENS or not held:

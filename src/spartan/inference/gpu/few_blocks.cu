@@ -15,27 +15,21 @@ struct BlockArguments {
     int tokens, inputs, outputs, unused;
 };
 
-INLINE u32 two_inputs(const BlockArguments& p, int token, int column) {
-    if (token >= p.tokens) return 0;
-    const u16* from = p.x + token * p.stride + column;
-#if ALIGNED
-    return *reinterpret_cast<const u32*>(from);
-#else
-    const u32 a = column < p.inputs ? from[0] : 0, b = column + 1 < p.inputs ? from[1] : 0;
-    return a | b << 16;
-#endif
-}
-
 // 16 tokens' 16 inputs, as the first operand of a product.
 INLINE uint4 operand(const BlockArguments& p, int token, int column) {
     const int lane = threadIdx.x % 32;
     token += lane / 4;
     column += lane % 4 * 2;
-    uint4 a;
-    a.x = two_inputs(p, token, column);
-    a.y = EIGHT ? 0 : two_inputs(p, token + 8, column);
-    a.z = two_inputs(p, token, column + 8);
-    a.w = EIGHT ? 0 : two_inputs(p, token + 8, column + 8);
+    uint4 a = make_uint4(0, 0, 0, 0);
+    const u16* from = p.x + token * p.stride;
+    if (token < p.tokens) {
+        a.x = two_inputs(from, column, p.inputs);
+        a.z = two_inputs(from, column + 8, p.inputs);
+    }
+    if (!EIGHT && token + 8 < p.tokens) {
+        a.y = two_inputs(from + 8 * p.stride, column, p.inputs);
+        a.w = two_inputs(from + 8 * p.stride, column + 8, p.inputs);
+    }
     return a;
 }
 

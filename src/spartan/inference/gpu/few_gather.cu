@@ -25,15 +25,6 @@ struct GatherArguments {
     int tokens, inputs, outputs, unused;
 };
 
-INLINE u32 two_inputs(const u16* from, int column, int columns) {
-#if ALIGNED
-    return column < columns ? *reinterpret_cast<const u32*>(from + column) : 0;
-#else
-    const u32 a = column < columns ? from[column] : 0, b = column + 1 < columns ? from[column + 1] : 0;
-    return a | b << 16;
-#endif
-}
-
 // The window's inputs, those of eight tokens after the other: [TILES, WINDOW, 8].
 INLINE void hold(const GatherArguments& p, u16* held, int first, int begin) {
     const int columns = min(WINDOW, p.inputs - begin);
@@ -56,37 +47,6 @@ INLINE void hold(const GatherArguments& p, u16* held, int first, int begin) {
     }
 }
 
-// 32 inputs of 8 tokens, each lane giving the address of one.
-INLINE uint4 gather(u32 at) {
-    uint4 b;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(b.x), "=r"(b.y), "=r"(b.z), "=r"(b.w) : "r"(at));
-    return b;
-}
-
-INLINE void multiply_sparse(float (&c)[4], u32 upper, u32 lower, const uint4& b, u32 positions) {
-#if HALF
-    asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %5, %6}, {%7, %8, %9, %10}, {%0, %1, %2, %3}, %11, 0x0;"
-#else
-    asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %5, %6}, {%7, %8, %9, %10}, {%0, %1, %2, %3}, %11, 0x0;"
-#endif
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(upper), "r"(0), "r"(lower), "r"(b.x), "r"(b.y), "r"(b.z), "r"(b.w), "r"(positions));
-}
-
-#if WINDOWS > 1
-INLINE void meet() {
-    asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
-}
-
-INLINE float of_other(const float* at, int rank) {
-    u32 here = u32(__cvta_generic_to_shared(at)), there;
-    float f;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(f) : "r"(there) : "memory");
-    return f;
-}
-#endif
-
 INLINE void finish(const GatherArguments& p, int first, int strip, int row, int token, float z) {
     const int out = strip * R + row;
     if (out >= p.outputs || first + token >= p.tokens) return;
@@ -94,7 +54,7 @@ INLINE void finish(const GatherArguments& p, int first, int strip, int row, int 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) gather_linear(const GatherArguments p) {
-    extern __shared__ __align__(128) char memory[];
+    SHARED_MEMORY(memory);
     float* sums = reinterpret_cast<float*>(memory);  // [SHARES, TOKENS, R]
     u16* held = reinterpret_cast<u16*>(sums + SHARES * TOKENS * R);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -118,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) gather_lin
     #pragma unroll
     for (int a = 0; a < AHEAD; a++) load(a, chunk + a);
     const int spot0 = p.spots[cell * 16 + lane / 4], spot1 = p.spots[cell * 16 + lane / 4 + 8];
-    const u32 positions = lane / 4 % 2 ? 0xEEEEEEEEu : 0x44444444u, begin = u32(__cvta_generic_to_shared(held)) + lane % 8 * 16;
+    const u32 positions = lane / 4 % 2 ? 0xEEEEEEEEu : 0x44444444u, begin = shared_address(held) + lane % 8 * 16;
     wait_for_previous();
     hold(p, held, first, window * WINDOW);
     __syncthreads();
@@ -134,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) gather_lin
             for (int i = 0; i < 8; i++) {
                 const u32 at = (begin + __byte_perm(place[i / 4], 0, 0x4440 + i % 4) * 128) ^ i * 16;
                 #pragma unroll
-                for (int n = 0; n < TILES; n++) multiply_sparse(c[n], upper[i], lower[i], gather(at + n * WINDOW * 16), positions);
+                for (int n = 0; n < TILES; n++) multiply_sparse(c[n], upper[i], lower[i], turned_matrices(at + n * WINDOW * 16), positions);
             }
             load(a, chunk + a + AHEAD);
         }

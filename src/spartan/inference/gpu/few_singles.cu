@@ -32,14 +32,8 @@ INLINE void hold(const u16* from, float* held, int columns) {
 #endif
 }
 
-INLINE float from_shared(u32 at) {
-    float f;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(f) : "r"(at));
-    return f;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) single_linear(const SingleArguments p) {
-    extern __shared__ __align__(16) char memory[];
+    SHARED_MEMORY(memory);
     float* sums = reinterpret_cast<float*>(memory);  // [SHARES, R]
     float* held = sums + SHARES * R;                 // the token, and a zero
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / SHARES, share = warp % SHARES;
@@ -58,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) single_linear(const Single
     };
     #pragma unroll
     for (int a = 0; a < AHEAD; a++) load(a, chunk + a);
-    const u32 begin = u32(__cvta_generic_to_shared(held)), zero = begin + p.inputs * 4;
+    const u32 begin = shared_address(held), zero = begin + p.inputs * 4;
     u32 at = begin + p.bases[i64(run) * 32 + lane] * 4;
     wait_for_previous();
     if (threadIdx.x == 0) held[p.inputs] = 0.f;

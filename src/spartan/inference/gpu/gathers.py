@@ -41,7 +41,9 @@ class GatherKernel:
 class PackedGathers:
     """Single weights in steps; those that a row lacks are zero, at input 0 and the like."""
 
-    values: Tensor  # [chunks, 8, 2, 8 steps, 2], weights of row g and of row g + 8; at least one chunk, which may go unused
+    values: (
+        Tensor  # [chunks, 8, 2, 8 steps, 2], weights of row g and of row g + 8; at least one chunk, which may go unused
+    )
     places: Tensor  # uint8 [chunks, 16, 2, 8 steps]
     starts: Tensor  # int32 [runs + 1], the first chunk of each run: strip, window, group, share
     spots: Tensor  # uint8 [strips · windows, rows of a strip], the output in its strip that each row is
@@ -92,7 +94,7 @@ def pack_gathers(weight: Tensor, kernel: GatherKernel) -> PackedGathers:
     places = torch.zeros(total, _ROWS, 2, _STEPS, dtype=torch.uint8, device=device)
     places[chunk, line, lane, step] = (place // 8).to(torch.uint8)
     starts = torch.cat((begins, firsts[-1:]))
-    spots = spots.permute(0, 2, 1).reshape(-1, size)
+    spots = spots.permute(0, 2, 1).reshape(-1, size).contiguous()
     return PackedGathers(values, places, starts.int(), spots.to(torch.uint8), (outputs, inputs))
 
 

@@ -137,7 +137,9 @@ def run(x: Tensor, buffers: list[Tensor], sizes: list[int], launch: list[int], a
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def _launch(kernel: Any, programs: int, case: tuple[Any, ...], arguments: tuple[Any, ...], warps: int, stages: int) -> None:
+def _launch(
+    kernel: Any, programs: int, case: tuple[Any, ...], arguments: tuple[Any, ...], warps: int, stages: int
+) -> None:
     known = _compiled.get(case)
     if known is not None:
         known[(programs, 1, 1)](*arguments)

@@ -63,7 +63,7 @@ def _compile(name: str, options: tuple[str, ...]) -> bytes:
     libraries, files = _libraries(), resources.files("spartan.inference.gpu")
     assert libraries is not None
     compiler, program, size = libraries[0], ctypes.c_void_p(), ctypes.c_size_t()
-    source = files.joinpath("common.cu").read_bytes() + files.joinpath(f"{name}.cu").read_bytes()
+    source = b"".join(files.joinpath(f"{part}.cu").read_bytes() for part in ("ptx", "common", name))
     compiler.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 0, None, None)
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     if compiler.nvrtcCompileProgram(program, len(options), given):

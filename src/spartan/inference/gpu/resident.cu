@@ -28,21 +28,13 @@ INLINE void hold(const ResidentArguments& p, u16* held, int first) {
             continue;
         }
 #if ALIGNED
-        const u32 there = u32(__cvta_generic_to_shared(to));
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(there), "l"(from) : "memory");
+        copy16(to, from);
 #else
         #pragma unroll
         for (int k = 0; k < 8; k++) to[k] = column + k < p.inputs ? from[k] : u16(0);
 #endif
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
-// 16 tokens' 16 inputs, as the first operand of a product.
-INLINE uint4 operand(u32 at) {
-    uint4 a;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(a.x), "=r"(a.y), "=r"(a.z), "=r"(a.w) : "r"(at));
-    return a;
+    wait_for_copies();
 }
 
 INLINE void put(const ResidentArguments& p, float (&c)[ROWS][TOKENS / 16][2][4], int first, int strip) {
@@ -76,7 +68,7 @@ INLINE void put(const ResidentArguments& p, float (&c)[ROWS][TOKENS / 16][2][4],
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) resident_linear(const ResidentArguments p) {
-    extern __shared__ __align__(16) char memory[];
+    SHARED_MEMORY(memory);
     u16* held = reinterpret_cast<u16*>(memory);
     const int lane = threadIdx.x % 32, first = blockIdx.x * TOKENS;
     const int worker = blockIdx.y * WARPS + threadIdx.x / 32, workers = gridDim.y * WARPS;
@@ -97,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) resident_linear(const Resi
     wait_for_previous();
     hold(p, held, first);
     __syncthreads();
-    const u32 mine = u32(__cvta_generic_to_shared(held)) + (lane % 16 * WIDTH + lane / 16 * 8) * 2;
+    const u32 mine = shared_address(held) + (lane % 16 * WIDTH + lane / 16 * 8) * 2;
     for (int strip = low_strip; strip < high_strip; strip++) {
         const int end = p.starts[strip + 1];
         float c[ROWS][TOKENS / 16][2][4] = {};
@@ -105,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) resident_linear(const Resi
             const u32 at = mine + column[0] * 32;
             #pragma unroll
             for (int m = 0; m < TOKENS / 16; m++) {
-                const uint4 a = operand(at + m * 32 * WIDTH);
+                const uint4 a = matrices(at + m * 32 * WIDTH);
                 #pragma unroll
                 for (int r = 0; r < ROWS; r++) {
                     multiply(c[r][m][0], a, make_uint2(w[0][r].x, w[0][r].y));
