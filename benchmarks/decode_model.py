@@ -193,8 +193,9 @@ class Llama(nn.Module):
 
     def one(self, token: Tensor, position: Tensor, cache: Tensor) -> Tensor:
         """Scores of what comes after one token [1] at a position [1]."""
-        x, more = self.tokens(token), None
+        x: Tensor = self.tokens(token)
+        more: Tensor | None = None
         for i, block in enumerate(self.blocks):
-            more = block.one(x, more, self.turn, position, cache[i])
+            more = block.one(x, more, self.turn, position, cache[i])  # type: ignore[operator]
         out: Tensor = self.head(add_norm(x, more, self.norm.weight))
         return out

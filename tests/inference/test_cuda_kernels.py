@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import functools
 import hashlib
 import shutil
 import struct
@@ -22,8 +23,10 @@ from spartan.inference.cpu.ops import ACTIVATIONS
 from spartan.inference.gpu import blocks, choice, gathers, nvrtc, singles
 from spartan.inference.gpu.blocks import BlockKernel, BlockLinear, pack_blocks, unpack_blocks
 from spartan.inference.gpu.gathers import GatherKernel, GatherLinear, pack_gathers, unpack_gathers
+from spartan.inference.gpu.linear import DeviceLinear
 from spartan.inference.gpu.nvrtc import CudaLinear
 from spartan.inference.gpu.singles import SingleKernel, SingleLinear, pack_singles, unpack_singles
+from spartan.inference.gpu.tiles import Tiling
 from spartan.inference.runtime import DenseLinear
 
 HERE = Path(__file__).parent
@@ -242,6 +245,10 @@ def test_operators_and_manners(kernel: choice.CudaKernel, emulator: None) -> Non
         layer.train()
 
 
+def in_turn(layers: list[DeviceLinear], x: Tensor) -> Tensor:
+    return torch.stack([layer(x) for layer in layers])
+
+
 @pytest.mark.skipif(not ON_DEVICE, reason="no CUDA device of sm_90")
 @pytest.mark.parametrize("kernel", [*choice.BLOCKS, *choice.SINGLES, *choice.GATHERS], ids=str)
 def test_large_layers_in_a_graph(kernel: choice.CudaKernel, emulator: None) -> None:
@@ -252,7 +259,7 @@ def test_large_layers_in_a_graph(kernel: choice.CudaKernel, emulator: None) -> N
             x = torch.randn(tokens, inputs).bfloat16()
             check(x, weight, None, kernel)
             given = x.to(DEVICE)
-            replay = choice.graph_of(lambda layers=layers, given=given: torch.stack([layer(given) for layer in layers]))
+            replay = choice.graph_of(functools.partial(in_turn, layers, given))
             first = replay().clone()
             assert torch.equal(replay(), first), "the same sums every time"
             assert torch.equal(first[0], layers[0](given))
@@ -285,12 +292,12 @@ def test_what_is_offered() -> None:
     assert choice.cuda_kernels(scattered, [], 65) == []
     assert choice.cuda_kernels(torch.randn(64, 256), [], 1) == [], "too many weights"
     assert choice.cuda_kernels(scattered[:, :1].expand(64, 1 << 16), [], 1) == [], "too many inputs"
-    small = choice.cuda_kernels(scattered, [choice.Tiling(16, 64, 16, 16)], 1)
+    small = choice.cuda_kernels(scattered, [Tiling(16, 64, 16, 16)], 1)
     assert small
     assert all(isinstance(kernel, BlockKernel) and kernel.rows == 1 for kernel in small)
-    assert len(choice.cuda_kernels(scattered, [choice.Tiling(64, 64, 64, 64)], 1)) > len(small)
-    many = choice.cuda_kernels(scattered, [choice.Tiling(16, 64, 16, 16)], 500)
+    assert len(choice.cuda_kernels(scattered, [Tiling(64, 64, 64, 64)], 1)) > len(small)
+    many = choice.cuda_kernels(scattered, [Tiling(16, 64, 16, 16)], 500)
     assert many
     assert all(isinstance(kernel, BlockKernel) and kernel.tokens for kernel in many)
     assert isinstance(choice.build(DenseLinear(scattered.bfloat16(), None), many[0]), BlockLinear)
-    assert choice.cuda_kernels(scattered[:1].expand(1, 256).repeat(1, 64), [choice.Tiling(16, 64, 16, 16)], 500) == []
+    assert choice.cuda_kernels(scattered[:1].expand(1, 256).repeat(1, 64), [Tiling(16, 64, 16, 16)], 500) == []

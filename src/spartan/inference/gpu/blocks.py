@@ -1,4 +1,4 @@
-"""The linear layer on blocks of 16×16 and larger for CUDA devices from sm_90 on: one packed weight, for any number of tokens.
+"""The linear layer on blocks of 16×16 and larger, for CUDA devices from sm_90 on and any number of tokens.
 
 The kept 16×16 blocks of a *strip* of 16·rows outputs are its *steps*, each stored as the tensor cores' lanes hold it. With
 up to 64 tokens (few_blocks.cu) the time is that of reading them. With more (resident.cu) the tokens are held in shared

@@ -9,7 +9,6 @@ a window each. `groups` groups make a *strip*; its rows are in every window orde
 import functools
 import struct
 from dataclasses import astuple, dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -121,8 +120,9 @@ def unpack_gathers(packed: PackedGathers, windows: int) -> Tensor:
 
 @functools.cache
 def _function(
-    device: int, half: bool, aligned: bool, act: str, inputs: int, tiles: int, groups: int, shares: int, ahead: int, least: int
-) -> nvrtc.Function:  # fmt: skip
+    device: int, half: bool, aligned: bool, act: str, inputs: int, tiles: int, kernel: tuple[int, ...]
+) -> nvrtc.Function:
+    groups, shares, ahead, least = kernel
     windows, window = windows_of(inputs, least)
     macros = nvrtc.macros_of(half, aligned, act) | {"TILES": tiles, "GROUPS": groups, "SHARES": shares, "AHEAD": ahead}
     macros |= {"WINDOW": window, "WINDOWS": windows}
@@ -140,10 +140,10 @@ def run_gathers(x: Tensor, buffers: list[Tensor], sizes: list[int], activation: 
         activation: a key of `spartan.inference.cpu.ops.ACTIVATIONS`.
     """
     values, places, starts, spots, bias = buffers
-    outputs, groups, shares, ahead, least = sizes
+    outputs, *kernel = sizes
     inputs = x.shape[-1]
     if not nvrtc.runs_on(x):
-        dense = unpack_gathers(PackedGathers(values, places, starts, spots, (outputs, inputs)), least)
+        dense = unpack_gathers(PackedGathers(values, places, starts, spots, (outputs, inputs)), kernel[-1])
         return linear_torch(x, dense, bias, activation)
     y = x.new_empty(*x.shape[:-1], outputs)
     given, aligned = nvrtc.rows_of(x)
@@ -152,7 +152,7 @@ def run_gathers(x: Tensor, buffers: list[Tensor], sizes: list[int], activation: 
         return y
     with linear.on(device):
         tiles, half = 1 if tokens <= 8 else 2, x.dtype == torch.float16
-        launch = _function(device, half, aligned, activation, inputs, tiles, groups, shares, ahead, least)
+        launch = _function(device, half, aligned, activation, inputs, tiles, tuple(kernel))
         launch(
             (spots.shape[0], -(-tokens // (tiles * 8))),
             *(given.data_ptr(), values.data_ptr(), places.data_ptr(), starts.data_ptr(), spots.data_ptr()),
@@ -197,5 +197,5 @@ class GatherLinear(nvrtc.CudaLinear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The dense weight, for code that asks a linear layer for it; made on every access."""
-        buffers: Any = (getattr(self, name) for name in ("values", *self._others))
-        return unpack_gathers(PackedGathers(*buffers, (self.outputs, self.inputs)), self._sizes[-1])
+        packed = PackedGathers(self.values, self.places, self.starts, self.spots, (self.outputs, self.inputs))
+        return unpack_gathers(packed, self._sizes[-1])

@@ -121,11 +121,11 @@ def run(x: Tensor, buffers: list[Tensor], sizes: list[int], launch: list[int], a
         ]
     # float32 as torch's own product would take it: in three parts unless TF32 was asked for.
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    constants = (tile_m, tile_n, tile_k, p, q, activation, "tf32x3" if exact else "tf32", tma, tma_out)
-    constants = (*constants, ".ca" if LOADS[loads] == "l1" else "", interpreted())
+    way = ("tf32x3" if exact else "tf32", tma, tma_out, ".ca" if LOADS[loads] == "l1" else "", interpreted())
+    constants = (tile_m, tile_n, tile_k, p, q, activation, *way)
     numbers = (inputs, outputs, stride, outputs)
-    arguments = (given[0], given[1], bias, ins, last, outs, starts, given[2], tokens, *numbers)
-    arguments = (*arguments, chunks, outs.shape[0], empties, *constants)
+    counts = (chunks, outs.shape[0], empties)
+    arguments = (given[0], given[1], bias, ins, last, outs, starts, given[2], tokens, *numbers, *counts, *constants)
     with on(x.device.index if x.is_cuda else -1):
         even = all(t.data_ptr() % 16 == 0 for t in (rows, *buffers))
         case = (x.device, x.dtype, even, numbers, constants, warps, stages)

@@ -9,7 +9,6 @@ every row.
 import functools
 import struct
 from dataclasses import astuple, dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -183,14 +182,13 @@ class SingleLinear(nvrtc.CudaLinear):
     def __init__(self, weight: Tensor, bias: Tensor | None, kernel: SingleKernel, activation: str = "none") -> None:
         super().__init__(weight, bias, activation)
         packed = pack_singles(weight, kernel)
-        self.values = nn.Buffer(packed.values)
-        for name in self._others:
-            self.register_buffer(name, getattr(packed, name))
+        self.values, self.gaps, self.bases = map(nn.Buffer, (packed.values, packed.gaps, packed.bases))
+        self.starts, self.rows = nn.Buffer(packed.starts), nn.Buffer(packed.rows)
         self.bias, self.kernel, self._sizes = self.bias.float(), str(kernel), [self.outputs, *astuple(kernel)]
         self._settle()
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The dense weight, for code that asks a linear layer for it; made on every access."""
-        buffers: Any = (getattr(self, name) for name in ("values", *self._others))
-        return unpack_singles(PackedSingles(*buffers, (self.outputs, self.inputs)))
+        shape = (self.outputs, self.inputs)
+        return unpack_singles(PackedSingles(self.values, self.gaps, self.bases, self.starts, self.rows, shape))
