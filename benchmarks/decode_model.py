@@ -50,13 +50,16 @@ def swiglu_kernel(both, y, SIZE, BLOCK: tl.constexpr):
 
 @triton.jit
 def attention_kernel(
-    qkv, turn, position, keys, values, y, length,
+    qkv, turn, position, keys, values, parts, length,
     HEADS: tl.constexpr, HALF: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: rotates, puts key and value into the cache, attends to all up to here."""
+    """One head of one token, attending to BLOCK positions of the cache; the first program puts its key and value there.
+
+    Writes the weighted sum of values, the greatest score and the sum of weights, [heads, programs, 2 · HALF + 2].
+    """
     tlc.gdc_wait()
     tlc.gdc_launch_dependents()
-    head = tl.program_id(0)
+    head, part = tl.program_id(0), tl.program_id(1)
     width = 2 * HALF
     at = tl.load(position).to(tl.int32)
     rh, rw, rt = tl.arange(0, HALF), tl.arange(0, 2 * HALF), tl.arange(0, BLOCK)
@@ -65,34 +68,66 @@ def attention_kernel(
     mine = qkv + head * width
     q0 = tl.load(mine + rh).to(tl.float32)
     q1 = tl.load(mine + HALF + rh).to(tl.float32)
-    k0 = tl.load(mine + HEADS * width + rh).to(tl.float32)
-    k1 = tl.load(mine + HEADS * width + HALF + rh).to(tl.float32)
-    v = tl.load(mine + 2 * HEADS * width + rw)
-    kind = y.dtype.element_ty
+    kind = qkv.dtype.element_ty
     q0, q1 = (q0 * cos - q1 * sin).to(kind).to(tl.float32), (q1 * cos + q0 * sin).to(kind).to(tl.float32)
-    k0, k1 = (k0 * cos - k1 * sin).to(kind), (k1 * cos + k0 * sin).to(kind)
     cached = (head * length).to(tl.int64) * width
-    tl.store(keys + cached + at * width + rh, k0)
-    tl.store(keys + cached + at * width + HALF + rh, k1)
-    tl.store(values + cached + at * width + rw, v)
-    best = tl.sum(q0 * k0.to(tl.float32) + q1 * k1.to(tl.float32), 0) * SCALE
-    total = 1.0
-    acc = v.to(tl.float32)
-    for first in range(0, at, BLOCK):
-        t = first + rt
-        inside = (t < at)[:, None]
-        row = cached + t[:, None] * width
-        a = tl.load(keys + row + rh[None, :], mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(keys + row + HALF + rh[None, :], mask=inside, other=0.0).to(tl.float32)
-        z = tl.load(values + row + rw[None, :], mask=inside, other=0.0).to(tl.float32)
-        score = tl.where(t < at, tl.sum(a * q0[None, :] + b * q1[None, :], 1) * SCALE, float("-inf"))
-        most = tl.maximum(best, tl.max(score, 0))
-        part = tl.exp(score - most)
-        fade = tl.exp(best - most)
-        acc = acc * fade + tl.sum(part[:, None] * z, 0)
-        total = total * fade + tl.sum(part, 0)
-        best = most
-    tl.store(y + head * width + rw, (acc / total).to(kind))
+    t = part * BLOCK + rt
+    inside = (t < at)[:, None]
+    row = cached + t[:, None] * width
+    a = tl.load(keys + row + rh[None, :], mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(keys + row + HALF + rh[None, :], mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(values + row + rw[None, :], mask=inside, other=0.0).to(tl.float32)
+    score = tl.where(t < at, tl.sum(a * q0[None, :] + b * q1[None, :], 1) * SCALE, float("-inf"))
+    most = tl.maximum(tl.max(score, 0), -1e30)
+    weight = tl.exp(score - most)
+    acc = tl.sum(weight[:, None] * z, 0)
+    total = tl.sum(weight, 0)
+    if part == 0:  # and to itself
+        k0 = tl.load(mine + HEADS * width + rh).to(tl.float32)
+        k1 = tl.load(mine + HEADS * width + HALF + rh).to(tl.float32)
+        v = tl.load(mine + 2 * HEADS * width + rw)
+        k0, k1 = (k0 * cos - k1 * sin).to(kind), (k1 * cos + k0 * sin).to(kind)
+        tl.store(keys + cached + at * width + rh, k0)
+        tl.store(keys + cached + at * width + HALF + rh, k1)
+        tl.store(values + cached + at * width + rw, v)
+        own = tl.sum(q0 * k0.to(tl.float32) + q1 * k1.to(tl.float32), 0) * SCALE
+        high = tl.maximum(most, own)
+        fade, one = tl.exp(most - high), tl.exp(own - high)
+        acc = acc * fade + one * v.to(tl.float32)
+        total = total * fade + one
+        most = high
+    to = parts + (head * tl.num_programs(1) + part) * (width + 2)
+    tl.store(to + rw, acc)
+    tl.store(to + width, most)
+    tl.store(to + width + 1, total)
+
+
+@triton.jit
+def join_kernel(parts, y, COUNT: tl.constexpr, ROOM: tl.constexpr, WIDTH: tl.constexpr):
+    """One head's output from its COUNT parts."""
+    tlc.gdc_wait()
+    tlc.gdc_launch_dependents()
+    head, rp, rw = tl.program_id(0), tl.arange(0, ROOM), tl.arange(0, WIDTH)
+    at = parts + (head * COUNT + rp) * (WIDTH + 2)
+    most = tl.load(at + WIDTH, mask=rp < COUNT, other=float("-inf"))
+    fade = tl.exp(most - tl.max(most, 0))
+    total = tl.sum(fade * tl.load(at + WIDTH + 1, mask=rp < COUNT, other=0.0), 0)
+    acc = tl.load(at[:, None] + rw[None, :], mask=(rp < COUNT)[:, None], other=0.0)
+    tl.store(y + head * WIDTH + rw, (tl.sum(acc * fade[:, None], 0) / total).to(y.dtype.element_ty))
+
+
+def attend(qkv: Tensor, turn: Tensor, position: Tensor, cache: Tensor, heads: int) -> Tensor:
+    """One token's attention, [1, width]."""
+    width, length = qkv.shape[-1] // 3 // heads, cache.shape[2]
+    count, y = triton.cdiv(length, 64), qkv.new_empty(1, heads * width)
+    parts = torch.empty(heads * count * (width + 2), device=qkv.device)
+    attention_kernel[(heads, count)](
+        *(qkv, turn, position, cache[0], cache[1], parts, length, heads, width // 2, width**-0.5, 64),
+        num_warps=4,
+        launch_pdl=True,
+    )
+    join_kernel[(heads,)](parts, y, count, triton.next_power_of_2(count), width, num_warps=4, launch_pdl=True)
+    return y
 
 
 def add_norm(x: Tensor, more: Tensor | None, weight: Tensor) -> Tensor:
@@ -117,14 +152,8 @@ class LlamaBlock(nn.Module):
 
     def one(self, x: Tensor, more: Tensor | None, turn: Tensor, position: Tensor, cache: Tensor) -> Tensor:
         """One token [1, width], to which `more` is still to be added; what is to be added after it."""
-        qkv, mixed = self.qkv(add_norm(x, more, self.norm1.weight)), torch.empty_like(x)
-        half, length = x.shape[-1] // self.heads // 2, cache.shape[2]
-        attention_kernel[(self.heads,)](
-            *(qkv, turn, position, cache[0], cache[1], mixed, length),
-            *(self.heads, half, (2 * half) ** -0.5, 64),
-            num_warps=8,
-            launch_pdl=True,
-        )
+        qkv = self.qkv(add_norm(x, more, self.norm1.weight))
+        mixed = attend(qkv, turn, position, cache, self.heads)
         both = self.both(add_norm(x, self.o(mixed), self.norm2.weight))
         inner = both.shape[-1] // 2
         gated = x.new_empty(1, inner)

@@ -45,9 +45,9 @@ LAUNCHES = [
 # for layers of 4096 and 11008 inputs and outputs.
 SCATTERS = [ScatterKernel(lanes, 128, splits, 4) for lanes in (16, 32) for splits in (1, 4)]
 SPLITS, FEW_ZEROS = (1, 2, 4, 8), 0.8
-BLOCKS = [BlockKernel(rows, warps, 4) for rows in (1, 2) for warps in (4, 8)]
-SINGLES = [SingleKernel(1, 32, 4), SingleKernel(1, 16, 2), SingleKernel(2, 8, 4)]
-GATHERS = [GatherKernel(4, 4, 1, 1), GatherKernel(8, 2, 1, 1), GatherKernel(8, 4, 1, 1)]
+BLOCKS = [BlockKernel(*case) for case in ((1, 16, 4), (1, 8, 8), (1, 8, 2), (2, 16, 4), (2, 8, 4), (2, 4, 8))]
+SINGLES = [SingleKernel(1, 32, 4), SingleKernel(1, 16, 4), SingleKernel(1, 12, 3), SingleKernel(2, 8, 4)]
+GATHERS = [GatherKernel(4, 8, 1, 1), GatherKernel(4, 4, 1, 1), GatherKernel(8, 2, 2, 1)]
 # Rates for `estimate`, in bytes and multiplications a second, of one H200: they only decide which tilings are timed.
 _FROM_L2, _TO_MEMORY, _PRODUCTS, _STEP = 5.5e12, 4e12, 3e14, 3e-12
 

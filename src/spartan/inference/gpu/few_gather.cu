@@ -28,6 +28,7 @@ struct GatherArguments {
 // The window's inputs, those of eight tokens after the other: [TILES, WINDOW, 8].
 INLINE void hold(const GatherArguments& p, u16* held, int first, int begin) {
     const int columns = min(WINDOW, p.inputs - begin);
+    #pragma unroll 2
     for (int i = threadIdx.x; i < TILES * WINDOW / 2; i += THREADS) {
         const int tile = i / (WINDOW / 2), column = i % (WINDOW / 2) * 2, token = first + tile * 8;
         u32 v[8];

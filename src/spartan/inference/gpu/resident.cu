@@ -37,14 +37,11 @@ INLINE void hold(const ResidentArguments& p, u16* held, int first) {
     wait_for_copies();
 }
 
-INLINE void put(const ResidentArguments& p, float (&c)[ROWS][TOKENS / 16][2][4], int first, int strip) {
+INLINE void put(const ResidentArguments& p, float (&c)[ROWS][TOKENS / 16][2][4], float (&b)[ROWS][4], int first, int strip) {
     const int lane = threadIdx.x % 32;
     #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         const int out = (strip * ROWS + r) * 16 + lane % 4 * 4;
-        float b[4];
-        #pragma unroll
-        for (int i = 0; i < 4; i++) b[i] = out + i < p.outputs ? p.bias[out + i] : 0.f;
         #pragma unroll
         for (int m = 0; m < TOKENS / 16; m++) {
             #pragma unroll
@@ -52,7 +49,7 @@ INLINE void put(const ResidentArguments& p, float (&c)[ROWS][TOKENS / 16][2][4],
                 const int token = first + m * 16 + h * 8 + lane / 4;
                 u32 v[4];
                 #pragma unroll
-                for (int i = 0; i < 4; i++) v[i] = rounded(activate(c[r][m][i / 2][h * 2 + i % 2] + b[i]));
+                for (int i = 0; i < 4; i++) v[i] = rounded(activate(c[r][m][i / 2][h * 2 + i % 2] + b[r][i]));
                 if (token >= p.tokens) continue;
                 u16* to = p.y + i64(token) * p.outputs + out;
                 if (p.outputs % 4 == 0) {
@@ -90,8 +87,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) resident_linear(const Resi
     hold(p, held, first);
     __syncthreads();
     const u32 mine = shared_address(held) + (lane % 16 * WIDTH + lane / 16 * 8) * 2;
+    int end = low_strip < high_strip ? p.starts[low_strip + 1] : 0;
     for (int strip = low_strip; strip < high_strip; strip++) {
-        const int end = p.starts[strip + 1];
+        // Asked for long before they are needed.
+        const int next_end = strip + 1 < high_strip ? p.starts[strip + 2] : 0;
+        float b[ROWS][4];
+        #pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int out = (strip * ROWS + r) * 16 + lane % 4 * 4 + i;
+                b[r][i] = out < p.outputs ? p.bias[out] : 0.f;
+            }
+        }
         float c[ROWS][TOKENS / 16][2][4] = {};
         for (; step < end; step++) {
             const u32 at = mine + column[0] * 32;
@@ -112,6 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) resident_linear(const Resi
             }
             load(AHEAD - 1, step + AHEAD);
         }
-        put(p, c, first, strip);
+        put(p, c, b, first, strip);
+        end = next_end;
     }
 }
