@@ -184,7 +184,7 @@ def bench_decoder(sparsity: float, write: Write, context: int = 512, length: int
     for name, block in PATTERNS.items():
         model = copy.deepcopy(plain)
         prune(model, sparsity, pattern=Block(block, block) if block > 1 else None, budget="uniform", include="blocks.*")
-        fast = accelerate(model, "sparse", example_inputs=(long,), tokens=(1,))
+        fast = accelerate(model, example_inputs=(long,), tokens=(1,))
         expected, base = decode(model, prompt, length)
         got, least = decode(fast, prompt, length)
         held = sum(t.nbytes for t in fast.state_dict().values())

@@ -26,7 +26,6 @@ from spartan.inference.gpu.gathers import GatherKernel, GatherLinear, pack_gathe
 from spartan.inference.gpu.linear import DeviceLinear
 from spartan.inference.gpu.nvrtc import CudaLinear
 from spartan.inference.gpu.singles import SingleKernel, SingleLinear, pack_singles, unpack_singles
-from spartan.inference.gpu.tiles import Tiling
 from spartan.inference.runtime import DenseLinear
 
 HERE = Path(__file__).parent
@@ -287,17 +286,17 @@ def test_a_chain_of_early_launches_waits_for_its_inputs() -> None:
 
 def test_what_is_offered() -> None:
     scattered = torch.randn(64, 256) * (torch.rand(64, 256) < 0.1)
-    assert choice.cuda_kernels(scattered, [], 1) == choice.SINGLES
-    assert choice.cuda_kernels(scattered, [], 16) == choice.GATHERS
-    assert choice.cuda_kernels(scattered, [], 65) == []
-    assert choice.cuda_kernels(torch.randn(64, 256), [], 1) == [], "too many weights"
-    assert choice.cuda_kernels(scattered[:, :1].expand(64, 1 << 16), [], 1) == [], "too many inputs"
-    small = choice.cuda_kernels(scattered, [Tiling(16, 64, 16, 16)], 1)
+    assert choice.cuda_kernels(scattered, 0, 1) == choice.SINGLES
+    assert choice.cuda_kernels(scattered, 0, 16) == choice.GATHERS
+    assert choice.cuda_kernels(scattered, 0, 65) == []
+    assert choice.cuda_kernels(torch.randn(64, 256), 0, 1) == [], "too many weights"
+    assert choice.cuda_kernels(scattered[:, :1].expand(64, 1 << 16), 0, 1) == [], "too many inputs"
+    small = choice.cuda_kernels(scattered, 16, 1)
     assert small
     assert all(isinstance(kernel, BlockKernel) and kernel.rows == 1 for kernel in small)
-    assert len(choice.cuda_kernels(scattered, [Tiling(64, 64, 64, 64)], 1)) > len(small)
-    many = choice.cuda_kernels(scattered, [Tiling(16, 64, 16, 16)], 500)
+    assert len(choice.cuda_kernels(scattered, 64, 1)) > len(small)
+    many = choice.cuda_kernels(scattered, 16, 500)
     assert many
     assert all(isinstance(kernel, BlockKernel) and kernel.tokens for kernel in many)
     assert isinstance(choice.build(DenseLinear(scattered.bfloat16(), None), many[0]), BlockLinear)
-    assert choice.cuda_kernels(scattered[:1].expand(1, 256).repeat(1, 64), [Tiling(16, 64, 16, 16)], 500) == []
+    assert choice.cuda_kernels(scattered[:1].expand(1, 256).repeat(1, 64), 16, 500) == []

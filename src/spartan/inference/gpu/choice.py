@@ -24,6 +24,7 @@ from spartan.inference.runtime import DenseLinear
 
 VERSION = 3  # of the kernel: times of another do not count
 CALLS, ROUNDS, TILINGS_TIMED = 10, 5, 2
+ESTIMATE_ROWS = 512  # of blocks: of more, as many are looked at, which are found groups for sooner
 TILINGS = [
     *(Tiling(n, 64, 64, 64) for n in (64, 128)),
     *(Tiling(64, 64, p, q) for p, q in ((64, 32), (32, 64), (64, 16), (16, 64))),
@@ -70,10 +71,12 @@ DeviceKernel = TileKernel | ScatterKernel | SplitTileKernel | CudaKernel
 def estimate(keep: Tensor, tiling: Tiling, shape: tuple[int, int]) -> tuple[float, float]:
     """Seconds a token, roughly, and the share of the weight that the tiles hold, from the blocks (p × q) that are kept."""
     outputs, inputs = shape
-    _, columns = plan(keep, tiling)
-    steps = int((-(-columns.sum(1) // (tiling.inputs // tiling.q))).sum())
+    sample = keep[:: -(-len(keep) // ESTIMATE_ROWS)]
+    _, columns = plan(sample, tiling)
+    scale = len(keep) / len(sample)
+    steps = int((-(-columns.sum(1) // (tiling.inputs // tiling.q))).sum()) * scale
     held = steps * tiling.inputs * tiling.outputs
-    loads = int(columns.sum()) * tiling.q * 2 / _FROM_L2
+    loads = int(columns.sum()) * scale * tiling.q * 2 / _FROM_L2
     products = held / _PRODUCTS * (1 + 16 / tiling.outputs)  # narrow tiles wait for the tokens' tile
     return max(loads, products) + outputs * 2 / _TO_MEMORY + steps * _STEP, held / (outputs * inputs)
 
@@ -138,11 +141,11 @@ def few_kernels(weight: Tensor, tilings: Sequence[Tiling]) -> list[ScatterKernel
     return [*split] if split or float((weight == 0).float().mean()) < FEW_ZEROS else [*SCATTERS]
 
 
-def cuda_kernels(weight: Tensor, tilings: Sequence[Tiling], tokens: int) -> list[CudaKernel]:
-    """Kernels in CUDA C++ for a number of tokens: on blocks or, where there are none and few tokens, on single weights."""
+def cuda_kernels(weight: Tensor, height: int, tokens: int) -> list[CudaKernel]:
+    """Kernels in CUDA C++ for a number of tokens: on blocks of so many rows or, with few tokens, on single weights (0)."""
     inputs = weight.shape[1]
-    if tilings:
-        found = [kernel for kernel in BLOCKS if kernel.rows == 1 or any(tiling.p > 16 for tiling in tilings)]
+    if height:
+        found = [kernel for kernel in BLOCKS if 16 * kernel.rows <= height]
         return [*found] if tokens <= MOST_TOKENS else [*resident_kernels(inputs, found)]
     if tokens > MOST_TOKENS or float((weight == 0).float().mean()) < FEW_ZEROS:
         return []
@@ -175,16 +178,23 @@ def choose(
     zeros = layer.zeros
     if not linear.available(layer.weight.device):
         return None, f"{zeros:.1%} zeros; {linear.status()}"
-    options = candidates(layer.weight)
-    if kernels == "auto":
-        options = [option for option in options if option[1] <= DENSE_ABOVE]
-    offered: list[DeviceKernel] = [*tile_kernels([tiling for tiling, _ in options], LAUNCHES, dtype.itemsize)]
-    tokens, tilings = math.prod(shape[:-1]), [tiling for tiling, share in options if share <= DENSE_ABOVE]
-    if dtype in (torch.bfloat16, torch.float16) and nvrtc.available(layer.weight.device):
-        ours = cuda_kernels(layer.weight, tilings, tokens)
-        offered = [*ours] if ours and tokens <= MOST_TOKENS else [*offered, *ours]
-    elif dtype in (torch.bfloat16, torch.float16) and tokens <= MOST_TOKENS:
-        offered += few_kernels(layer.weight, tilings)
+    tokens, half = math.prod(shape[:-1]), dtype in (torch.bfloat16, torch.float16)
+    offered: list[DeviceKernel] = []
+    shares: list[str] = []
+    if half and nvrtc.available(layer.weight.device):
+        sizes = {(p, q): int(k.sum()) * p * q / layer.weight.numel() for (p, q), k in block_sizes(layer.weight).items()}
+        offered += cuda_kernels(
+            layer.weight, max((p for (p, _), s in sizes.items() if s <= DENSE_ABOVE), default=0), tokens
+        )
+        shares += [f"{p}×{q} {share:.2g}" for (p, q), share in sizes.items()]
+    if not offered or tokens > MOST_TOKENS:  # those in CUDA C++ are faster with few tokens
+        options = candidates(layer.weight)
+        if kernels == "auto":
+            options = [option for option in options if option[1] <= DENSE_ABOVE]
+        offered += tile_kernels([tiling for tiling, _ in options], LAUNCHES, dtype.itemsize)
+        shares += [f"{tiling} {share:.2g}" for tiling, share in options]
+        if half and tokens <= MOST_TOKENS:
+            offered += few_kernels(layer.weight, [tiling for tiling, share in options if share <= DENSE_ABOVE])
     named: dict[str, DeviceKernel | str | None] = {str(kernel): kernel for kernel in offered}
     if two_of_four(layer.weight) and zeros < 0.75 and layer.weight.is_cuda:  # sparser ones belong to other kernels
         named["2:4"] = "2:4"
@@ -192,7 +202,6 @@ def choose(
         return None, f"{zeros:.1%} zeros: too few, or too scattered for any kernel"
     if kernels == "auto":
         named["dense"] = None
-    shares = [f"{tiling} {share:.2g}" for tiling, share in options]
     machine = f"{linear.status()}, torch {torch.__version__}, {torch.version.cuda}, kernel {VERSION}"
     case = [machine, "linear", tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]
     return fastest(named, zeros, shape, measured(case, lambda: measure(layer, shape, dtype, named), named))

@@ -216,7 +216,9 @@ class FewTokensLinear(DeviceLinear):
     most_tokens = MOST_TOKENS
     values: Tensor
     _others: tuple[str, ...]  # the buffers besides, in the operator's order
-    _given: list[Tensor] | None = None  # all of them, from the first call on: to ask a module for a buffer takes its time
+    _given: list[Tensor] | None = (
+        None  # all of them, from the first call on: to ask a module for a buffer takes its time
+    )
     _sizes: list[int]
     _operator: Any
     _run: Callable[..., Tensor]
