@@ -24,7 +24,6 @@ from spartan.inference.runtime import DenseLinear
 
 VERSION = 3  # of the kernel: times of another do not count
 CALLS, ROUNDS, TILINGS_TIMED = 10, 5, 2
-ESTIMATE_ROWS = 512  # of blocks: of more, as many are looked at, which are found groups for sooner
 TILINGS = [
     *(Tiling(n, 64, 64, 64) for n in (64, 128)),
     *(Tiling(64, 64, p, q) for p, q in ((64, 32), (32, 64), (64, 16), (16, 64))),
@@ -71,12 +70,10 @@ DeviceKernel = TileKernel | ScatterKernel | SplitTileKernel | CudaKernel
 def estimate(keep: Tensor, tiling: Tiling, shape: tuple[int, int]) -> tuple[float, float]:
     """Seconds a token, roughly, and the share of the weight that the tiles hold, from the blocks (p × q) that are kept."""
     outputs, inputs = shape
-    sample = keep[:: -(-len(keep) // ESTIMATE_ROWS)]
-    _, columns = plan(sample, tiling)
-    scale = len(keep) / len(sample)
-    steps = int((-(-columns.sum(1) // (tiling.inputs // tiling.q))).sum()) * scale
+    _, columns = plan(keep, tiling)
+    steps = int((-(-columns.sum(1) // (tiling.inputs // tiling.q))).sum())
     held = steps * tiling.inputs * tiling.outputs
-    loads = int(columns.sum()) * scale * tiling.q * 2 / _FROM_L2
+    loads = int(columns.sum()) * tiling.q * 2 / _FROM_L2
     products = held / _PRODUCTS * (1 + 16 / tiling.outputs)  # narrow tiles wait for the tokens' tile
     return max(loads, products) + outputs * 2 / _TO_MEMORY + steps * _STEP, held / (outputs * inputs)
 
@@ -183,9 +180,8 @@ def choose(
     shares: list[str] = []
     if half and nvrtc.available(layer.weight.device):
         sizes = {(p, q): int(k.sum()) * p * q / layer.weight.numel() for (p, q), k in block_sizes(layer.weight).items()}
-        offered += cuda_kernels(
-            layer.weight, max((p for (p, _), s in sizes.items() if s <= DENSE_ABOVE), default=0), tokens
-        )
+        height = max((p for (p, _), share in sizes.items() if share <= DENSE_ABOVE), default=0)
+        offered += cuda_kernels(layer.weight, height, tokens)
         shares += [f"{p}×{q} {share:.2g}" for (p, q), share in sizes.items()]
     if not offered or tokens > MOST_TOKENS:  # those in CUDA C++ are faster with few tokens
         options = candidates(layer.weight)
