@@ -222,7 +222,7 @@ def test_operators_and_manners(kernel: choice.CudaKernel, emulator: None) -> Non
     layer = check(torch.randn(3, 64).bfloat16(), weight, torch.randn(48).bfloat16(), kernel, "gelu").to(DEVICE)
     x = torch.randn(3, 2, 64, device=DEVICE).bfloat16()
     expected = layer(x)
-    buffers = [layer.values, *(getattr(layer, name) for name in layer._others), layer.bias]
+    buffers = [getattr(layer, name) for name in layer._names]
     args: Any = (x, buffers, layer._sizes, "gelu")
     torch.library.opcheck(layer._operator, args)
     assert torch.equal(layer._operator(*args), expected)
@@ -232,9 +232,14 @@ def test_operators_and_manners(kernel: choice.CudaKernel, emulator: None) -> Non
             more = torch.randn(tokens, 64, device=DEVICE).bfloat16()
             assert torch.equal(compiled(more), layer(more))
     assert torch.equal(copy.deepcopy(layer)(x), expected)
-    loaded = choice.build(DenseLinear(torch.zeros_like(weight).to(DEVICE), None, "gelu"), kernel)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        loaded.load_state_dict(layer.state_dict())
+    other = copy.deepcopy(layer)
+    other(x)
+    doubled = {name: 2 * t if name in ("values", "bias") else t for name, t in layer.state_dict().items()}
+    for assign in (False, True):
+        other.load_state_dict(doubled, assign=assign)
+        assert torch.equal(other.weight, 2 * layer.weight)
+        assert not torch.equal(other(x), expected), "the new weight is what is read"
+        other = copy.deepcopy(layer)
     assert torch.equal(layer.part(x, 32, 48), expected[..., 32:48])
     wide = copy.deepcopy(layer).float()
     assert torch.allclose(wide(x.float()), expected.float(), rtol=2e-2, atol=2e-2), (

@@ -176,7 +176,7 @@ class BlockLinear(nvrtc.CudaLinear):
         True
     """
 
-    _others = ("columns", "starts")
+    _names = ("values", "columns", "starts", "bias")
     _operator, _run = block_linear, staticmethod(run_blocks)
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernel: BlockKernel, activation: str = "none") -> None:

@@ -215,36 +215,21 @@ class FewTokensLinear(DeviceLinear):
 
     most_tokens = MOST_TOKENS
     values: Tensor
-    _others: tuple[str, ...]  # the buffers besides, in the operator's order
-    _given: list[Tensor] | None = (
-        None  # all of them, from the first call on: to ask a module for a buffer takes its time
-    )
     _sizes: list[int]
     _operator: Any
     _run: Callable[..., Tensor]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self.bias, self._given = self.bias.float(), None
+        self.bias = self.bias.float()
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_given": None}  # the copy has its own
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output for x [..., inputs], float32, bfloat16 or float16."""
         x = self._checked_input(x, self.inputs, -1)
-        compiling = torch.compiler.is_compiling()
-        buffers = None if compiling else self._given
-        if buffers is None:
-            buffers = [self.values, *(getattr(self, name) for name in self._others), self.bias]
-            if not compiling:
-                self._given = buffers
-        if buffers[0].dtype != x.dtype:
-            buffers = [buffers[0].to(x.dtype), *buffers[1:]]
         # Outside a graph the dispatcher would only add to the time of the launch.
-        call = self._operator if compiling else type(self)._run
-        out: Tensor = call(x, buffers, self._sizes, self.activation)
+        call = self._operator if torch.compiler.is_compiling() else type(self)._run
+        out: Tensor = call(x, self._operands(x.dtype), self._sizes, self.activation)
         return out
 
 
@@ -259,7 +244,7 @@ class ScatterLinear(FewTokensLinear):
         True
     """
 
-    _others = ("columns", "rows", "starts")
+    _names = ("values", "columns", "rows", "starts", "bias")
     _operator, _run = scatter_linear, staticmethod(run_scatter)
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernel: ScatterKernel, activation: str = "none") -> None:
@@ -289,7 +274,7 @@ class SplitTileLinear(FewTokensLinear):
         True
     """
 
-    _others = ("ins", "last", "outs", "starts")
+    _names = ("values", "ins", "last", "outs", "starts", "bias")
     _operator, _run = split_tile_linear, staticmethod(run_split_tiles)
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernel: SplitTileKernel, activation: str = "none") -> None:

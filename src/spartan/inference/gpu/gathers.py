@@ -183,7 +183,7 @@ class GatherLinear(nvrtc.CudaLinear):
         True
     """
 
-    _others = ("places", "starts", "spots")
+    _names = ("values", "places", "starts", "spots", "bias")
     _operator, _run = gather_linear, staticmethod(run_gathers)
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernel: GatherKernel, activation: str = "none") -> None:

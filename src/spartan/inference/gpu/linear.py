@@ -162,11 +162,35 @@ class DeviceLinear(InferenceLayer):
     """A sparse linear layer on a CUDA device, which a subclass gives its weight and its kernel."""
 
     weight: Tensor
+    _names: tuple[str, ...] = ()  # of the buffers that the operator is given, the weight's values first
+    _given: list[Tensor] | None = None  # these, from the first call on: to ask a module for a buffer takes its time
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
         super().__init__(activation)
         self.outputs, self.inputs = weight.shape
         self.bias: Tensor = nn.Buffer(weight.new_zeros(self.outputs) if bias is None else bias.detach().clone())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._given = None
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._given = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_given": None}  # a copy has its own
+
+    def _operands(self, dtype: torch.dtype) -> list[Tensor]:
+        """What the operator is given, with values of this type."""
+        compiling = torch.compiler.is_compiling()
+        buffers = None if compiling else self._given
+        if buffers is None:
+            buffers = [getattr(self, name) for name in self._names]
+            if not compiling:
+                self._given = buffers
+        return buffers if buffers[0].dtype == dtype else [buffers[0].to(dtype), *buffers[1:]]
 
     def part(self, x: Tensor, first: int, last: int) -> Tensor:
         """Outputs `first` to `last`, of all that are computed."""
@@ -198,6 +222,8 @@ class TileLinear(DeviceLinear):
         True
     """
 
+    _names = ("tiles", "ins", "last", "outs", "starts", "bias")
+
     def __init__(
         self, weight: Tensor, bias: Tensor | None, tiling: Tiling, launch: Launch, activation: str = "none"
     ) -> None:
@@ -228,9 +254,7 @@ class TileLinear(DeviceLinear):
         x = self._checked_input(x, self.inputs, -1)
         # Outside a graph the dispatcher would only add to the time of the launch.
         call: Callable[..., Tensor] = tile_linear if torch.compiler.is_compiling() else run
-        tiles = self.tiles if self.tiles.dtype == x.dtype else self.tiles.to(x.dtype)
-        buffers = [tiles, self.ins, self.last, self.outs, self.starts, self.bias]
-        return call(x, buffers, self._sizes, self._launch, self.activation)
+        return call(x, self._operands(x.dtype), self._sizes, self._launch, self.activation)
 
 
 def two_of_four(weight: Tensor) -> bool:
@@ -261,7 +285,7 @@ class SemiStructuredLinear(DeviceLinear):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_packed": None}  # made again from the dense weight
+        return super().__getstate__() | {"_packed": None}  # made again from the dense weight
 
     @outside_graphs
     def forward(self, x: Tensor) -> Tensor:

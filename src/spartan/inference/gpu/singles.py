@@ -176,7 +176,7 @@ class SingleLinear(nvrtc.CudaLinear):
         True
     """
 
-    _others = ("gaps", "bases", "starts", "rows")
+    _names = ("values", "gaps", "bases", "starts", "rows", "bias")
     _operator, _run = single_linear, staticmethod(run_singles)
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernel: SingleKernel, activation: str = "none") -> None:
