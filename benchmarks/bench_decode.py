@@ -148,7 +148,7 @@ def gpu(args: argparse.Namespace, commit: str) -> None:
         if args.append:
             append([[*about, args.sparsity, tokens, f"{case}: {contender}", *figures]])
 
-    decode_gpu.bench(args.tokens or [1, 16], args.sparsity, write)
+    decode_gpu.bench(args.parts or decode_gpu.PARTS, args.tokens or [1, 16], args.sparsity, write)
 
 
 @torch.inference_mode()
@@ -156,6 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", help="default: 1; on a GPU 1 16")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--parts", nargs="+", choices=["layers", "host", "decoder"], help="on a GPU; default: all")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--sparsity", type=float, default=0.9)
     parser.add_argument("--compile", action="store_true")

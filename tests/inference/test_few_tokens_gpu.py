@@ -138,7 +138,7 @@ def test_operators_and_manners(kernel: ScatterKernel | SplitTileKernel, monkeypa
     layer = check(torch.randn(3, 64), matrix(96, 64, 16, 0.4), torch.randn(96), kernel, "gelu").to(DEVICE)
     x = torch.randn(3, 7, 64, device=DEVICE)
     expected = layer(x)
-    buffers = [layer.values, *(getattr(layer, name) for name in layer._others), layer.bias]
+    buffers = [getattr(layer, name) for name in layer._names]
     args = (x, buffers, layer._sizes, "gelu")
     torch.library.opcheck(layer._operator, args)
     assert torch.equal(layer._operator(*args), expected)

@@ -107,7 +107,9 @@ def accelerate(
     fast = holder["model"]  # type: ignore[assignment]
     if before is not None:
         _compare(before, _call(fast, example_inputs))
-    if kernels == "auto" and on == {"cuda"} and before is not None and _is_sparse(fast):
+    # A layer that has a kernel for other numbers of tokens than the example's cannot be judged by it.
+    several = any(isinstance(module, ByTokens) for module in fast.modules())
+    if kernels == "auto" and on == {"cuda"} and before is not None and _is_sparse(fast) and not several:
         plain = copy.deepcopy(model).eval().requires_grad_(False).to(next(fast.buffers()).device)
         if not gpu.is_faster(lambda: _call(fast, example_inputs), lambda: _call(plain, example_inputs)):
             for layer in plain.modules():

@@ -1,6 +1,7 @@
 """Chooses the kernel that runs a linear layer on a CUDA device: times a few at its own shape, and keeps the answer."""
 
 import contextlib
+import copy
 import functools
 import math
 import statistics
@@ -9,16 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spartan.inference.cpu.choice import DENSE_ABOVE, fastest, measured
-from spartan.inference.gpu import linear
+from spartan.inference.gpu import gathers, linear, nvrtc, singles
+from spartan.inference.gpu.blocks import BlockKernel, BlockLinear, held_bytes
 from spartan.inference.gpu.few import MOST_TOKENS, ScatterKernel, ScatterLinear, SplitTileKernel, SplitTileLinear
+from spartan.inference.gpu.gathers import GatherKernel, GatherLinear
 from spartan.inference.gpu.linear import DeviceLinear, Launch, SemiStructuredLinear, TileLinear, two_of_four
+from spartan.inference.gpu.singles import SingleKernel, SingleLinear
 from spartan.inference.gpu.tiles import Tiling, blocks_of, plan
 from spartan.inference.runtime import DenseLinear
 
-VERSION = 3  # of the kernel: times of another do not count
+VERSION = 4  # of the kernel: times of another do not count
 CALLS, ROUNDS, TILINGS_TIMED = 10, 5, 2
 TILINGS = [
     *(Tiling(n, 64, 64, 64) for n in (64, 128)),
@@ -37,9 +41,13 @@ LAUNCHES = [
     Launch(128, 8, 3, 128, "async"),
     Launch(64, 4, 3, 512, "async"),
 ]
-# For one to 64 tokens; not yet timed on a device, so all of them are offered and the measurement decides.
+# For one to 64 tokens where no CUDA C++ can be compiled; and where it can, the best of a dozen or two of each on an H200,
+# for layers of 4096 and 11008 inputs and outputs.
 SCATTERS = [ScatterKernel(lanes, 128, splits, 4) for lanes in (16, 32) for splits in (1, 4)]
 SPLITS, FEW_ZEROS = (1, 2, 4, 8), 0.8
+BLOCKS = [BlockKernel(*case) for case in ((1, 16, 4), (1, 8, 8), (1, 8, 2), (2, 16, 4), (2, 8, 4), (2, 4, 8))]
+SINGLES = [SingleKernel(1, 32, 4), SingleKernel(1, 16, 4), SingleKernel(1, 12, 3), SingleKernel(2, 8, 4)]
+GATHERS = [GatherKernel(4, 8, 1, 1), GatherKernel(4, 4, 1, 1), GatherKernel(8, 2, 2, 1)]
 # Rates for `estimate`, in bytes and multiplications a second, of one H200: they only decide which tilings are timed.
 _FROM_L2, _TO_MEMORY, _PRODUCTS, _STEP = 5.5e12, 4e12, 3e14, 3e-12
 
@@ -55,7 +63,8 @@ class TileKernel:
         return f"tiles {self.tiling}, {self.launch}"
 
 
-DeviceKernel = TileKernel | ScatterKernel | SplitTileKernel
+CudaKernel = BlockKernel | SingleKernel | GatherKernel
+DeviceKernel = TileKernel | ScatterKernel | SplitTileKernel | CudaKernel
 
 
 def estimate(keep: Tensor, tiling: Tiling, shape: tuple[int, int]) -> tuple[float, float]:
@@ -116,14 +125,40 @@ def tile_kernels(tilings: Sequence[Tiling], launches: Sequence[Launch], size: in
     return [TileKernel(t, launch) for t in tilings for launch in launches if fits(t, launch, size)]
 
 
+def resident_kernels(inputs: int, kernels: Sequence[BlockKernel]) -> list[BlockKernel]:
+    """Kernels on blocks for many tokens: as many of these as shared memory holds."""
+    most = max((n for n in (16, 32, 64, 128) if held_bytes(inputs, n) <= nvrtc.MOST_SHARED), default=0)
+    rows = {kernel.rows for kernel in kernels}
+    return [BlockKernel(r, 8, 4, n, 8, 4 // r) for r in rows for n in (most, most // 2) if n >= 16]
+
+
 def few_kernels(weight: Tensor, tilings: Sequence[Tiling]) -> list[ScatterKernel | SplitTileKernel]:
     """Kernels for one to 64 tokens: the tilings shared out among programs or, where there are none, single weights."""
     split = [SplitTileKernel(tiling, splits, 4, 3) for tiling in tilings for splits in SPLITS]
     return [*split] if split or float((weight == 0).float().mean()) < FEW_ZEROS else [*SCATTERS]
 
 
+def cuda_kernels(weight: Tensor, height: int, tokens: int) -> list[CudaKernel]:
+    """Kernels in CUDA C++ for a number of tokens: on blocks of so many rows or, with few tokens, on single weights (0)."""
+    inputs = weight.shape[1]
+    if height:
+        found = [kernel for kernel in BLOCKS if 16 * kernel.rows <= height]
+        return [*found] if tokens <= MOST_TOKENS else [*resident_kernels(inputs, found)]
+    if tokens > MOST_TOKENS or float((weight == 0).float().mean()) < FEW_ZEROS:
+        return []
+    if tokens == 1:
+        return [*SINGLES] if inputs <= singles.MOST_INPUTS else []
+    return [*GATHERS] if inputs <= gathers.MOST_INPUTS else []
+
+
 def build(layer: DenseLinear, kernel: DeviceKernel | str) -> DeviceLinear:
-    """The layer on a kernel: on tiles, for few tokens, or "2:4"."""
+    """The layer on a kernel: on tiles, in CUDA C++, for few tokens, or "2:4"."""
+    if isinstance(kernel, BlockKernel):
+        return BlockLinear(layer.weight, layer.bias, kernel, layer.activation)
+    if isinstance(kernel, SingleKernel):
+        return SingleLinear(layer.weight, layer.bias, kernel, layer.activation)
+    if isinstance(kernel, GatherKernel):
+        return GatherLinear(layer.weight, layer.bias, kernel, layer.activation)
     if isinstance(kernel, ScatterKernel):
         return ScatterLinear(layer.weight, layer.bias, kernel, layer.activation)
     if isinstance(kernel, SplitTileKernel):
@@ -140,22 +175,29 @@ def choose(
     zeros = layer.zeros
     if not linear.available(layer.weight.device):
         return None, f"{zeros:.1%} zeros; {linear.status()}"
-    options = candidates(layer.weight)
-    if kernels == "auto":
-        options = [option for option in options if option[1] <= DENSE_ABOVE]
-    named: dict[str, DeviceKernel | str | None] = {
-        str(kernel): kernel for kernel in tile_kernels([tiling for tiling, _ in options], LAUNCHES, dtype.itemsize)
-    }
-    if math.prod(shape[:-1]) <= MOST_TOKENS and dtype in (torch.bfloat16, torch.float16):
-        offered = few_kernels(layer.weight, [tiling for tiling, share in options if share <= DENSE_ABOVE])
-        named |= {str(kernel): kernel for kernel in offered}
+    tokens, half = math.prod(shape[:-1]), dtype in (torch.bfloat16, torch.float16)
+    offered: list[DeviceKernel] = []
+    shares: list[str] = []
+    if half and nvrtc.available(layer.weight.device):
+        sizes = {(p, q): int(k.sum()) * p * q / layer.weight.numel() for (p, q), k in block_sizes(layer.weight).items()}
+        height = max((p for (p, _), share in sizes.items() if share <= DENSE_ABOVE), default=0)
+        offered += cuda_kernels(layer.weight, height, tokens)
+        shares += [f"{p}×{q} {share:.2g}" for (p, q), share in sizes.items()]
+    if not offered or tokens > MOST_TOKENS:  # those in CUDA C++ are faster with few tokens
+        options = candidates(layer.weight)
+        if kernels == "auto":
+            options = [option for option in options if option[1] <= DENSE_ABOVE]
+        offered += tile_kernels([tiling for tiling, _ in options], LAUNCHES, dtype.itemsize)
+        shares += [f"{tiling} {share:.2g}" for tiling, share in options]
+        if half and tokens <= MOST_TOKENS:
+            offered += few_kernels(layer.weight, [tiling for tiling, share in options if share <= DENSE_ABOVE])
+    named: dict[str, DeviceKernel | str | None] = {str(kernel): kernel for kernel in offered}
     if two_of_four(layer.weight) and zeros < 0.75 and layer.weight.is_cuda:  # sparser ones belong to other kernels
         named["2:4"] = "2:4"
     if not named:
         return None, f"{zeros:.1%} zeros: too few, or too scattered for any kernel"
     if kernels == "auto":
         named["dense"] = None
-    shares = [f"{tiling} {share:.2g}" for tiling, share in options]
     machine = f"{linear.status()}, torch {torch.__version__}, {torch.version.cuda}, kernel {VERSION}"
     case = [machine, "linear", tuple(layer.weight.shape), shape, dtype, layer.activation, kernels, *shares]
     return fastest(named, zeros, shape, measured(case, lambda: measure(layer, shape, dtype, named), named))
@@ -181,7 +223,7 @@ def measure(
             raise
         except Exception:  # out of shared memory or registers, not compiled, not this shape: then another one
             continue
-    return dict.fromkeys(kernels, math.inf) | timed(runs, x)
+    return dict.fromkeys(kernels, math.inf) | timed(runs, x, cold=math.prod(shape[:-1]) <= MOST_TOKENS)
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -192,25 +234,35 @@ def close(got: Tensor, expected: Tensor) -> None:
         raise ArithmeticError(f"a kernel's output differs from the dense one's by {float(gap):.3g}")
 
 
-def timed(runs: Mapping[str, Callable[[Tensor], Tensor]], x: Tensor) -> dict[str, float]:
+def timed(runs: Mapping[str, Callable[[Tensor], Tensor]], x: Tensor, cold: bool = False) -> dict[str, float]:
     """Seconds a call: the median of rounds of several calls behind each other, the runs taking turns.
 
-    The calls are replayed from a CUDA graph, so that none waits for its launch.
+    The calls are replayed from a CUDA graph, so that none waits for its launch. With `cold` they go through copies of a
+    layer, of more bytes than a cache holds: with few tokens the time is that of reading the weight.
     """
     count, rounds = (CALLS, ROUNDS) if x.is_cuda else (1, 1)  # in Triton's interpreter times mean little
 
-    def several(run: Callable[[Tensor], Tensor]) -> Tensor:
-        for _ in range(count):
-            y = run(x)
-        return y
+    def several(layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
+        return [layer(x) for layer in layers][-1]
 
-    calls: dict[str, Callable[[], Tensor]] = {name: functools.partial(several, run) for name, run in runs.items()}
+    lists = {name: _copies(run, count) if cold and x.is_cuda else [run] * count for name, run in runs.items()}
+    calls: dict[str, Callable[[], Tensor]] = {
+        name: functools.partial(several, layers) for name, layers in lists.items()
+    }
     for name in calls if x.is_cuda else ():
         with contextlib.suppress(RuntimeError):  # it cannot be captured, or there is no memory: then with launches
             calls[name] = graph_of(calls[name])
         torch.cuda.synchronize()
     turns = [{name: _seconds(call, x.is_cuda) for name, call in calls.items()} for _ in range(rounds + 1)]
-    return {name: statistics.median_high(turn[name] for turn in turns[1:]) / count for name in runs}
+    return {name: statistics.median_high(turn[name] for turn in turns[1:]) / len(lists[name]) for name in runs}
+
+
+def _copies(run: Callable[[Tensor], Tensor], least: int) -> list[Callable[[Tensor], Tensor]]:
+    """A layer and copies of it: at least so many, and twice what the device's cache holds."""
+    if not isinstance(run, nn.Module):
+        return [run] * least
+    size, cache = sum(buffer.nbytes for buffer in run.buffers()), torch.cuda.get_device_properties().L2_cache_size
+    return [run, *(copy.deepcopy(run) for _ in range(max(least, 2 * cache // max(1, size)) - 1))]
 
 
 def graph_of(run: Callable[[], Tensor]) -> Callable[[], Tensor]:

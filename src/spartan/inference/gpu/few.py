@@ -156,7 +156,7 @@ def run_scatter(x: Tensor, buffers: list[Tensor], sizes: list[int], activation: 
     strides = (rows.stride(0), rows.stride(1)) if tokens == 1 else (1, tokens)
     grid = (starts.numel() - 1, splits, -(-tokens // tile))
     slots = max(1, slots // tile)
-    with torch.cuda.device(x.device.index if x.is_cuda else -1):
+    with linear.on(x.device.index if x.is_cuda else -1):
         module.scatter_kernel[grid](
             *(turned, values, columns, order, starts, bias, into, tokens, outputs, *strides),
             *(tile, lanes, slots, splits, activation),
@@ -188,7 +188,7 @@ def run_split_tiles(x: Tensor, buffers: list[Tensor], sizes: list[int], activati
         rows = rows.contiguous()
     tile = min(64, max(16, 1 << (tokens - 1).bit_length()))  # the tensor cores take 16 at least
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    with torch.cuda.device(x.device.index if x.is_cuda else -1):
+    with linear.on(x.device.index if x.is_cuda else -1):
         module.split_tile_kernel[(outs.shape[0], splits, -(-tokens // tile))](
             *(rows, weight, bias, ins, outs, starts, into, tokens, inputs, outputs, rows.stride(0)),
             *(outs.shape[0] - empties, tile, tile_n, tile_k, p, q, splits, activation),
@@ -215,7 +215,6 @@ class FewTokensLinear(DeviceLinear):
 
     most_tokens = MOST_TOKENS
     values: Tensor
-    _others: tuple[str, ...]  # the buffers besides, in the operator's order
     _sizes: list[int]
     _operator: Any
     _run: Callable[..., Tensor]
@@ -228,11 +227,9 @@ class FewTokensLinear(DeviceLinear):
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output for x [..., inputs], float32, bfloat16 or float16."""
         x = self._checked_input(x, self.inputs, -1)
-        values = self.values if self.values.dtype == x.dtype else self.values.to(x.dtype)
-        buffers = [values, *(getattr(self, name) for name in self._others), self.bias]
         # Outside a graph the dispatcher would only add to the time of the launch.
         call = self._operator if torch.compiler.is_compiling() else type(self)._run
-        out: Tensor = call(x, buffers, self._sizes, self.activation)
+        out: Tensor = call(x, self._operands(x.dtype), self._sizes, self.activation)
         return out
 
 
@@ -247,7 +244,7 @@ class ScatterLinear(FewTokensLinear):
         True
     """
 
-    _others = ("columns", "rows", "starts")
+    _names = ("values", "columns", "rows", "starts", "bias")
     _operator, _run = scatter_linear, staticmethod(run_scatter)
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernel: ScatterKernel, activation: str = "none") -> None:
@@ -277,7 +274,7 @@ class SplitTileLinear(FewTokensLinear):
         True
     """
 
-    _others = ("ins", "last", "outs", "starts")
+    _names = ("values", "ins", "last", "outs", "starts", "bias")
     _operator, _run = split_tile_linear, staticmethod(run_split_tiles)
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernel: SplitTileKernel, activation: str = "none") -> None:

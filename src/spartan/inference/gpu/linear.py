@@ -5,6 +5,7 @@ multiplied, so a NaN or an infinity in the input reaches only the outputs of gro
 summed in float32; bias and activation come before the one rounding.
 """
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable
@@ -60,6 +61,14 @@ def available(device: torch.device) -> bool:
     return _kernel() is not None and (device.type == "cuda" or interpreted())
 
 
+_HERE: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def on(device: int) -> contextlib.AbstractContextManager[Any]:
+    """With this CUDA device as the current one; −1 is none. (torch's own way takes its time where it is that already.)"""
+    return _HERE if device < 0 or device == torch.cuda.current_device() else torch.cuda.device(device)
+
+
 def status() -> str:
     """One line: whether the kernels can run here, or why not."""
     module = _kernel()
@@ -112,16 +121,32 @@ def run(x: Tensor, buffers: list[Tensor], sizes: list[int], launch: list[int], a
         ]
     # float32 as torch's own product would take it: in three parts unless TF32 was asked for.
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    with torch.cuda.device(x.device.index if x.is_cuda else -1):
-        module.tile_linear_kernel[(-(-tokens // tile_m) * chunks,)](
-            *(given[0], given[1], bias, ins, last, outs, starts, given[2]),
-            *(tokens, inputs, outputs, stride, outputs, chunks, outs.shape[0], empties),
-            *(tile_m, tile_n, tile_k, p, q, activation, "tf32x3" if exact else "tf32", tma, tma_out),
-            *(".ca" if LOADS[loads] == "l1" else "", interpreted()),
-            num_warps=warps,
-            num_stages=stages,
-        )
+    way = ("tf32x3" if exact else "tf32", tma, tma_out, ".ca" if LOADS[loads] == "l1" else "", interpreted())
+    constants = (tile_m, tile_n, tile_k, p, q, activation, *way)
+    numbers = (inputs, outputs, stride, outputs)
+    counts = (chunks, outs.shape[0], empties)
+    arguments = (given[0], given[1], bias, ins, last, outs, starts, given[2], tokens, *numbers, *counts, *constants)
+    with on(x.device.index if x.is_cuda else -1):
+        even = all(t.data_ptr() % 16 == 0 for t in (rows, *buffers))
+        case = (x.device, x.dtype, even, numbers, constants, warps, stages)
+        _launch(module.tile_linear_kernel, -(-tokens // tile_m) * chunks, case, arguments, warps, stages)
     return y
+
+
+# Kernels by all that Triton's own launch would look at on every call, which takes it longer than the launch.
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(
+    kernel: Any, programs: int, case: tuple[Any, ...], arguments: tuple[Any, ...], warps: int, stages: int
+) -> None:
+    known = _compiled.get(case)
+    if known is not None:
+        known[(programs, 1, 1)](*arguments)
+        return
+    made = kernel[(programs,)](*arguments, num_warps=warps, num_stages=stages)
+    if made is not None:  # nothing comes from the interpreter
+        _compiled[case] = made
 
 
 # The same as an operator that `torch.compile` takes as it is.
@@ -137,11 +162,35 @@ class DeviceLinear(InferenceLayer):
     """A sparse linear layer on a CUDA device, which a subclass gives its weight and its kernel."""
 
     weight: Tensor
+    _names: tuple[str, ...] = ()  # of the buffers that the operator is given, the weight's values first
+    _given: list[Tensor] | None = None  # these, from the first call on: to ask a module for a buffer takes its time
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
         super().__init__(activation)
         self.outputs, self.inputs = weight.shape
         self.bias: Tensor = nn.Buffer(weight.new_zeros(self.outputs) if bias is None else bias.detach().clone())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._given = None
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._given = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_given": None}  # a copy has its own
+
+    def _operands(self, dtype: torch.dtype) -> list[Tensor]:
+        """What the operator is given, with values of this type."""
+        compiling = torch.compiler.is_compiling()
+        buffers = None if compiling else self._given
+        if buffers is None:
+            buffers = [getattr(self, name) for name in self._names]
+            if not compiling:
+                self._given = buffers
+        return buffers if buffers[0].dtype == dtype else [buffers[0].to(dtype), *buffers[1:]]
 
     def part(self, x: Tensor, first: int, last: int) -> Tensor:
         """Outputs `first` to `last`, of all that are computed."""
@@ -173,6 +222,8 @@ class TileLinear(DeviceLinear):
         True
     """
 
+    _names = ("tiles", "ins", "last", "outs", "starts", "bias")
+
     def __init__(
         self, weight: Tensor, bias: Tensor | None, tiling: Tiling, launch: Launch, activation: str = "none"
     ) -> None:
@@ -203,9 +254,7 @@ class TileLinear(DeviceLinear):
         x = self._checked_input(x, self.inputs, -1)
         # Outside a graph the dispatcher would only add to the time of the launch.
         call: Callable[..., Tensor] = tile_linear if torch.compiler.is_compiling() else run
-        tiles = self.tiles if self.tiles.dtype == x.dtype else self.tiles.to(x.dtype)
-        buffers = [tiles, self.ins, self.last, self.outs, self.starts, self.bias]
-        return call(x, buffers, self._sizes, self._launch, self.activation)
+        return call(x, self._operands(x.dtype), self._sizes, self._launch, self.activation)
 
 
 def two_of_four(weight: Tensor) -> bool:
@@ -236,7 +285,7 @@ class SemiStructuredLinear(DeviceLinear):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_packed": None}  # made again from the dense weight
+        return super().__getstate__() | {"_packed": None}  # made again from the dense weight
 
     @outside_graphs
     def forward(self, x: Tensor) -> Tensor:

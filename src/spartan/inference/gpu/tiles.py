@@ -6,6 +6,7 @@ columns to a step: one tensor-core product each. Rows with the same columns go i
 lack is stored as zeros. Groups are dealt out to *chunks* (programs of the kernel) so that all have about as many steps.
 """
 
+import functools
 import heapq
 from dataclasses import dataclass
 
@@ -79,7 +80,13 @@ def group_rows(keep: Tensor, size: int) -> Tensor:
         >>> group_rows(keep, 2).tolist()
         [[1, 3], [0, 2]]
     """
-    keep, rows = keep.cpu(), len(keep)
+    # One weight's groups are asked for again and again, while its kernels are compared.
+    return _group_rows(keep.cpu().numpy().tobytes(), keep.shape[0], keep.shape[1], size).clone()
+
+
+@functools.lru_cache(maxsize=8)
+def _group_rows(bits: bytes, rows: int, columns: int, size: int) -> Tensor:
+    keep = torch.frombuffer(bytearray(bits + b"\0"), dtype=torch.bool)[:-1].reshape(rows, columns)  # never of no bytes
     order = keep.sum(1).argsort(descending=True, stable=True)
     order = torch.cat((order, torch.full((-rows % size,), rows)))
     if size == 1 or rows <= size or rows > CLUSTER_ROWS:
