@@ -61,7 +61,7 @@ def pack_gathers(weight: Tensor, kernel: GatherKernel) -> PackedGathers:
 
     Example:
         >>> packed = pack_gathers(torch.eye(40), GatherKernel(2, 2, 1, 1))
-        >>> packed.starts.tolist(), torch.equal(unpack_gathers(packed, 2), torch.eye(40))
+        >>> packed.starts.tolist(), torch.equal(unpack_gathers(packed, 1), torch.eye(40))
         ([0, 0, 1, 1, 2, 2, 3, 3, 3], True)
     """
     weight = weight.detach()
