@@ -15,12 +15,17 @@ from torch import Tensor
 from spartan import Block, Sparsifier, Unstructured
 from spartan.methods import SET  # type: ignore[attr-defined]
 from spartan.ops.drawing import key_of, uniform
+from tests.contract.cases import Net
 from tests.methods.rewiring import END, NAMES, Rule, T, compare, cosine_down
 
 
 def at_random(seed: int) -> Any:
+    sizes = [Net().get_parameter(name).numel() for name in NAMES]
+
     def rank(layer: int, step: int, gradient: Tensor) -> Tensor:
-        return uniform(torch.arange(gradient.numel(), dtype=torch.int32), key_of(seed, step) ^ key_of(layer))
+        before = sum(sizes[:layer]) * gradient.numel() // sizes[layer]  # units of the layers before
+        index = torch.arange(before, before + gradient.numel(), dtype=torch.int32)
+        return uniform(index, key_of(seed, step).joined(key_of(0)))
 
     return rank
 

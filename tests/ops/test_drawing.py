@@ -38,7 +38,7 @@ def test_numbers_are_even_and_tell_nothing_of_each_other() -> None:
     first = draw(N, 7, 0)
     assert bool(((first > 0) & (first < 1)).all())
     others = [draw(N, 7, 1), draw(N, 8, 0), draw(N, 7, 0).roll(1), draw(N, 7, 0).roll(256)]
-    others.append(uniform(torch.arange(N, dtype=torch.int32), key_of(7, 0) ^ key_of(1)))
+    others.append(uniform(torch.arange(N, dtype=torch.int32), key_of(7, 0).joined(key_of(1))))
     for other in others:
         pairs = (first * CELLS).long() * CELLS + (other * CELLS).long()
         expected = N / CELLS**2
@@ -64,4 +64,4 @@ def test_keys_differ() -> None:
     keys = {key_of(seed, step) for seed in range(50) for step in range(50)} | {key_of(n) for n in range(500)}
     assert len(keys) == 3_000
     assert all(-(2**31) <= half < 2**31 for key in keys for half in key)
-    assert key_of(1) ^ key_of(2) ^ key_of(2) == key_of(1)
+    assert key_of(1).joined(key_of(2).after(7)) == key_of(1).joined(key_of(2)).after(7)

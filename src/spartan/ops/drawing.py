@@ -20,9 +20,9 @@ class Key(NamedTuple):
     one: int
     two: int
 
-    def __xor__(self, other: "Key") -> "Key":
-        """Another key, made of two."""
-        return Key(self.one ^ other.one, self.two ^ other.two)
+    def joined(self, other: "Key") -> "Key":
+        """Another key, made of two; `after` one of them is after that."""
+        return Key(signed(self.one + other.one), self.two ^ other.two)
 
     def after(self, n: int) -> "Key":
         """The key by which index 0 has what n has by this one."""

@@ -1,5 +1,6 @@
 """Computes on what methods keep per unit: entry by entry, with random numbers, and within budgets."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -20,7 +21,7 @@ class Sampling(Masks):
     def random(self, at: Moment) -> Tensor:
         """A random number in (0, 1) per unit, of this run and step: the same for a unit on every solver.
 
-        It is that of the unit's place in the whole weight, however the weight lies, so that processes agree.
+        It is that of the unit's place among all of them, however weights lie, so that processes agree.
         """
         problem, found = self.problem, []
         for i, key in enumerate(self.keys(at)):
@@ -35,12 +36,17 @@ class Sampling(Masks):
     def keys(self, at: Moment) -> list[Key]:
         """Which random numbers every target has at a moment of a run."""
         now = key_of(at.seed, at.step)
-        return [now ^ key for key in self.target_keys]
+        return [now.joined(key) for key in self.target_keys]
 
     @cached_property
     def target_keys(self) -> list[Key]:
-        """What tells the targets' numbers apart, at any moment."""
-        return [key_of(n) for n in self.problem.numbers]
+        """What tells the targets' numbers apart, at any moment.
+
+        Units are numbered through all targets, so that experts in one weight have the numbers of as many weights.
+        """
+        firsts = itertools.accumulate(self.problem.all_units, initial=0)
+        own = key_of(self.problem.numbers[0])
+        return [own.after(first) for first, _ in zip(firsts, self.problem.targets, strict=False)]
 
     def update(
         self,

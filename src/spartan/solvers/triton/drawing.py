@@ -50,8 +50,8 @@ def random_at(one, two, order, start, i, BLOCK: tl.constexpr):
     turned = (begins % run).to(tl.int32) + tl.arange(0, BLOCK)  # from the run in which the block begins
     rest = turned % run.to(tl.int32)
     place = turned - rest + (rest % n.to(tl.int32)) * m.to(tl.int32) + rest // n.to(tl.int32)
-    one = one ^ tl.load(order + 2).to(tl.int32)
-    two = two ^ tl.load(order + 3).to(tl.int32)
+    one += tl.load(order + 2).to(tl.int32)
+    two ^= tl.load(order + 3).to(tl.int32)
     return number_of((begins - begins % run).to(tl.int32) + place, one, two)
 
 
