@@ -43,6 +43,7 @@ from torch import Tensor
 from spartan.app.train.config import load_recipe
 from spartan.app.train.loop import train
 from spartan.methods.base import Method
+from spartan.methods.paced import Paced
 from spartan.methods.registry import register
 from spartan.problem.schedules import Moment, Schedule, as_schedule, cubic
 from spartan.solvers.forms import Form, Mask, Shrunk, Where
@@ -120,6 +121,47 @@ class Explore(Method):
             return [Along.apply(solver, i, x, kept[i]) for i, x in enumerate(thetas)]
 
         return Form(mask, Where(1.0, g, g), decay, own=weights, pace=pace)
+
+
+@register
+@dataclass(frozen=True)
+class Tried(Paced):
+    """Paced with what else was tried: S²-SAM, and gradients of pruned units along θ.
+
+    S²-SAM (NeurIPS 2024): gradients are taken where the last one would have led, uphill by `uphill` in all.
+    """
+
+    uphill: float = 0.0
+    along: bool = False
+
+    name = "tried"
+
+    def choose(self, solver: TorchSolver, at: Moment) -> None:
+        """Remember the last gradient."""
+        super().choose(solver, at)
+        if self.uphill:
+            grads = [t.parameter.grad for t in solver.problem.targets]
+            _seen.setdefault(id(solver), {})["grads"] = [None if g is None else g.detach().clone() for g in grads]
+
+    def form(self, solver: TorchSolver, at: Moment) -> Form:
+        """Beside what Paced declares, the weights' own expression."""
+        form = super().form(solver, at)
+        if not (self.uphill or self.along):
+            return form
+
+        def weights(thetas: Sequence[Tensor]) -> list[Tensor]:
+            kept = solver.per_target(solver.spread(solver.kept(Form())))
+            if self.along:
+                return [Along.apply(solver, i, x, kept[i]) for i, x in enumerate(thetas)]
+            found = solver.weights(form)
+            grads = _seen.get(id(solver), {}).get("grads")
+            if grads is not None and at.step < at.total_steps and all(g is not None for g in grads):
+                ways = [torch.where(k, g, 0.0) for k, g in zip(kept, grads, strict=True)]
+                norm = torch.stack([way.square().sum() for way in ways]).sum().sqrt().clamp(min=1e-12)
+                found = [w + self.uphill * way / norm for w, way in zip(found, ways, strict=True)]
+            return [x + (w - x).detach() for w, x in zip(found, thetas, strict=True)]
+
+        return form._replace(own=weights)
 
 
 class Along(torch.autograd.Function):

@@ -48,6 +48,7 @@ class Paced(Method):
 
     exchange: float = 0.22
     leak: float = 1.0
+    reach: float = 0.02
     p: float = 3.0
     ramp: Schedule = cubic(0.0, 1.0)
 
@@ -61,7 +62,7 @@ class Paced(Method):
     finetune = 0.0
 
     def __post_init__(self) -> None:
-        for name, most in (("exchange", 1.0), ("leak", math.inf)):
+        for name, most in (("exchange", 1.0), ("leak", math.inf), ("reach", math.inf)):
             value = getattr(self, name)
             if not 0 <= value <= most or value == math.inf:
                 limit = "a number in [0, 1]" if most == 1.0 else "a finite number ≥ 0"
@@ -78,6 +79,7 @@ class Paced(Method):
         """Every weight is kept, and learns as the optimizer says."""
         solver.state.per_unit["history"] = torch.full((solver.count,), 255, dtype=torch.uint8, device=solver.device)
         solver.state.per_target["pace"] = torch.ones(len(solver.problem.targets), dtype=torch.float64).to(solver.device)
+        solver.state.per_target["reach"] = torch.zeros(len(solver.problem.targets), dtype=torch.float64).to(solver.device)
         solver.state.numbers |= {"looks": 0, "looked": -1}
 
     def choose(self, solver: TorchSolver, at: Moment) -> None:
@@ -116,9 +118,20 @@ class Paced(Method):
             each = by[solver.constant(problem.segment_of)]
             state.per_target["pace"] = (state.per_target["pace"] * each).clamp(SLOWEST, FASTEST)
         state.per_unit["history"] = (history << 1) | kept
+        self._measure(solver, kept)
+
+    def _measure(self, solver: TorchSolver, kept: Tensor) -> None:
+        """How far pruned weights may go in a step: a part of the mean magnitude of those that are kept."""
+        problem = solver.problem
+        sums, counts = solver.sum_by_target(solver.magnitudes(solver.theta.slabs) * kept, kept)
+        magnitudes = solver.segments_of(sums / solver.constant([float(f) for f in problem.factors]))
+        entries = [t.numel / n for t, n in zip(problem.targets, problem.all_units, strict=True)]
+        mean = magnitudes / solver.segments_of(counts * solver.constant(entries)).clamp(min=1.0)
+        solver.state.per_target["reach"] = self.reach * mean[solver.constant(problem.segment_of)]
 
     def form(self, solver: TorchSolver, at: Moment) -> Form:
         """The hard or shrunk mask; g everywhere; the pace where pruned."""
         shrunk = solver.problem.pattern.single and self.p < math.inf
         pace: Tensor = solver.state.per_target["pace"]
-        return Form(Shrunk(self.p) if shrunk else Mask.ONE, STRAIGHT, pace=Where(1.0, pace, pace))
+        reach = solver.state.per_target["reach"] if self.reach else None
+        return Form(Shrunk(self.p) if shrunk else Mask.ONE, STRAIGHT, pace=Where(1.0, pace, pace), reach=reach)

@@ -7,6 +7,7 @@ A is what is kept, B a larger set that some methods also train; both come from a
     back     gradients for w into gradients for θ: factors on A, on B∖A and on the rest, or through the mask
     decay    a multiple of θ, by the same three sets, added to the gradient once per step, unscaled
     pace     how far θ goes along with the optimizer's update, by the same three sets
+    reach    how far at most it goes outside A
 """
 
 from collections.abc import Callable, Sequence
@@ -112,6 +113,7 @@ class Form(NamedTuple):
         own: an autograd expression, from one tensor per target to as many, where the above does not fit. It may use
             learned parameters. Then `mask` and `back` say nothing, unless the mask is `Shifted`.
         pace: see above; None is all the way, everywhere.
+        reach: see above; None for no limit. It goes with a pace.
     """
 
     mask: Mask | Shrunk | Shifted | Stored = Mask.ONE
@@ -123,6 +125,7 @@ class Form(NamedTuple):
     more: str | None = None
     own: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
     pace: Where | None = None
+    reach: PerSegment | None = None
 
     @property
     def stored(self) -> str | None:

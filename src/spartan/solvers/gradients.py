@@ -1,5 +1,6 @@
 """Turns gradients for w into gradients for θ, as methods declare it."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -138,10 +139,16 @@ class Gradients(Sampling):
         """Of these parameters, which an optimizer has moved away from θ: let them go as far as the form says."""
         assert form.pace is not None
         factors = self.per_target(self.spread(self._factors(form, form.pace)))
+        reaches = None
+        if form.reach is not None:
+            reaches = self.per_target(self.spread(self._factors(form, Where(math.inf, form.reach, form.reach))))
         for i in which:
-            moved = self.problem.targets[i].local
-            # A factor of 1 leaves what the optimizer made of θ as it is, to the bit.
-            torch.lerp(self.theta.views[i], moved, factors[i].to(moved.dtype), out=moved)
+            moved, theta = self.problem.targets[i].local, self.theta.views[i]
+            # A factor of 1 leaves what the optimizer made of θ as it is, to the bit; so does an infinite reach.
+            torch.lerp(theta, moved, factors[i].to(moved.dtype), out=moved)
+            if reaches is not None:
+                reach = reaches[i].to(moved.dtype)
+                torch.clamp(moved, theta - reach, theta + reach, out=moved)
 
     def decay(self, form: Form) -> list[Tensor]:
         """What the form adds to the gradients for θ whatever the loss: a multiple of θ, or of ψ times its slope."""

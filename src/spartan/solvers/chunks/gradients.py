@@ -125,7 +125,7 @@ class ChunkGradients(ChunkMasks):
         """Of these parameters, which an optimizer has moved away from θ: let them go as far as the form says."""
         targets, some = self.problem.targets, set(which)
         moved = [t.local if i in some else None for i, t in enumerate(targets)]
-        if not (self.by_pieces and form.own is None and self._alike(moved)):
+        if not (self.by_pieces and form.own is None and form.reach is None and self._alike(moved)):
             super().pace(form, which)
             return
         assert form.pace is not None

@@ -52,7 +52,7 @@ class Before:
 
 def _declared(form: Form) -> Form:
     """Without an expression of its own, which is a new object every time, and without what acts in the step alone."""
-    return form if form.own is None and form.pace is None else form._replace(own=None, pace=None)
+    return form if form.own is None and form.pace is None else form._replace(own=None, pace=None, reach=None)
 
 
 class Launcher:
