@@ -52,7 +52,7 @@ class Sparsifier:
         model: any module; it is not changed except for the values of its target weights.
         sparsity: fraction of the counted weights (with a cost: of the cost) that is gone at the end, in [0, 1).
         total_steps: optimizer steps of the whole run.
-        method: a name (`spartan.methods()` lists them) or a method object.
+        method: a name (`spartan.methods()` lists them) or a method object; "spartan" is that of the paper.
         pattern: the unit that lives or dies together: `Unstructured()` (default), `Block(h, w)`, `Channel()`,
             `NM(n, m)` or `Heads(count)`.
         cost: what a parameter costs: `Params()` (default), `Flops(example_inputs)`, or {glob: cost per parameter}.
@@ -85,7 +85,7 @@ class Sparsifier:
         model: nn.Module,
         sparsity: float,
         total_steps: int,
-        method: str | Method | type[Method] = "spartan",
+        method: str | Method | type[Method] = "paced",
         *,
         pattern: Pattern | None = None,
         cost: Cost | Mapping[str, float] | None = None,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spartan.solvers.forms import Form, Mask, PerSegment, Shrunk, Stored, Where
+from spartan.solvers.forms import Along, Form, Mask, PerSegment, Shrunk, Stored, Where
 from spartan.solvers.torch import TorchSolver
 from spartan.solvers.units import masked
 from tests.contract.algorithm_3 import exact
@@ -85,6 +85,13 @@ def hard_values(solver: TorchSolver, form: Form, psi: Sequence[Tensor]) -> list[
     return [torch.where(keep, x.detach(), 0.0) for x, keep in zip(psi, kept, strict=True)]
 
 
+def sizes(solver: TorchSolver, i: int, theta: Tensor) -> Tensor:
+    """θ, of which only the size of every unit may change, its direction held fixed."""
+    way, problem = theta.detach(), solver.problem
+    size = problem.reduce(i, theta * way) / problem.reduce(i, way * way)
+    return problem.expand(i, size) * way
+
+
 def weights(solver: TorchSolver, form: Form, thetas: Sequence[Tensor], line: Expression | None = None) -> list[Tensor]:
     """w = f(θ), with the gradient that the form declares; a form with an expression of its own needs its straight line."""
     psi = powers(solver, thetas)
@@ -100,6 +107,11 @@ def weights(solver: TorchSolver, form: Form, thetas: Sequence[Tensor], line: Exp
             kept = solver.kept(form)
             mask = entries_of(solver, straight_through(learned, kept.to(learned.dtype)))
             through = [x * m for x, m in zip(psi, mask, strict=True)]
+        return [straight_through(x, value) for x, value in zip(through, values, strict=True)]
+    if isinstance(form.back, Along):
+        kept = entries_of(solver, solver.kept(form))
+        through = [torch.where(k, x, sizes(solver, i, x)) for i, (x, k) in enumerate(zip(psi, kept, strict=True))]
+        values = hard_values(solver, form, psi)
         return [straight_through(x, value) for x, value in zip(through, values, strict=True)]
     if form.mask is Mask.SOFT:
         soft = soft_mask(solver, values_of(solver, psi) if learned is None else learned)

@@ -47,6 +47,9 @@ def reference(model: nn.Module, side: int, method: Paced, adam: bool) -> tuple[l
                 pace = min(FASTEST, max(SLOWEST, pace * (min(1.0, by) if t >= W else by)))
         masks.append(kept)
         paces.append(pace)
+        magnitudes = [theta[n].abs()[places(u[n] > tau, side, theta[n])] for n in NAMES]
+        mean = float(sum(x.sum() for x in magnitudes) / sum(x.numel() for x in magnitudes))
+        reach = (method.reach * float(kept.double().mean()) * mean) or float("inf")
         before = {n: places(u[n] > tau, side, theta[n]) for n in NAMES}
         p = method.p
         w = {}
@@ -58,6 +61,9 @@ def reference(model: nn.Module, side: int, method: Paced, adam: bool) -> tuple[l
         x, y = batch(t)
         loss = nn.functional.cross_entropy(functional_call(model, {**leaves, **buffers}, (x,)), y)
         for n, g in zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True):
+            if n in NAMES and side > 1:
+                part = units(g * theta[n], side) / units(theta[n] ** 2, side)
+                g = torch.where(before[n], g, places(part, side, theta[n]) * theta[n])
             if adam:
                 first[n] = 0.9 * first[n] + 0.1 * g
                 second[n] = 0.999 * second[n] + 0.001 * g * g
@@ -66,13 +72,22 @@ def reference(model: nn.Module, side: int, method: Paced, adam: bool) -> tuple[l
             else:
                 first[n] = 0.9 * first[n] + g
                 update = -LR * first[n]
-            theta[n] = theta[n] + (torch.where(before[n], update, pace * update) if n in NAMES else update)
+            if n in NAMES:
+                update = torch.where(before[n], update, (pace * update).clamp(-reach, reach))
+            theta[n] = theta[n] + update
     return history, paces
 
 
 @pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adam"])
 @pytest.mark.parametrize(
-    ("side", "options"), [(1, {}), (1, {"exchange": 0.05, "leak": 3.0, "p": 2.0}), (2, {}), (1, {"leak": 0.0})]
+    ("side", "options"),
+    [
+        (1, {}),
+        (1, {"exchange": 0.05, "leak": 3.0, "p": 2.0}),
+        (2, {}),
+        (1, {"leak": 0.0, "reach": 0.0}),
+        (1, {"reach": 0.02}),
+    ],
 )
 def test_forty_steps(side: int, options: dict[str, Any], adam: bool) -> None:
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from torch import Tensor
 from spartan.methods.base import Method
 from spartan.methods.registry import register
 from spartan.problem.schedules import Moment, Schedule, cubic
-from spartan.solvers.forms import STRAIGHT, Form, Mask, Shrunk, Where
+from spartan.solvers.forms import STRAIGHT, Along, Form, Mask, Shrunk, Where
 from spartan.solvers.torch import TorchSolver
 
 WINDOW = 5  # looks, of which there are a hundred in a run, over which an exchange is counted
@@ -22,7 +22,8 @@ class Paced(Method):
     """Paced: top-k of magnitudes, whose pruned weights learn as fast as a set share of the kept ones is exchanged.
 
         A = top_k |θ|                                  w = θ · max(1 − (τ/u)ᵖ, 0)^(1/p) on A, as in Feather
-        θ ← θ + Δ on A,  θ + f·Δ elsewhere             Δ: the optimizer's update, by the gradient for w straight through
+        θ ← θ + Δ on A,  θ + f·Δ elsewhere             Δ: the optimizer's update, by the gradient for w straight through;
+                                                       |f·Δ| at most reach · density · mean |θ| of A
         f ← f · (e/ê)^(1/5)                            a hundred times in a run
         θ ← (1 − l) · θ where pruned                   likewise
 
@@ -32,9 +33,15 @@ class Paced(Method):
     the length of the run are; a factor on gradients would not, as Adam takes it out again. The leak l makes pruned
     weights forget what they learned long ago: without an update they would lose `leak` e-folds in the run, most at first.
 
+    The reach keeps training from collapsing where few are kept: batch norm divides by next to nothing where a channel has
+    gone to zero, and with gradients a few hundred times as large its weights would take the places of all others. Of units
+    of several weights, pruned ones get the part of their gradient along θ: any other makes them larger by chance.
+
     Args:
         exchange: what share of the kept weights is exchanged in a twentieth of the run, times the sparsity.
         leak: how many times over the run pruned weights would shrink to 1/e; 0 for none.
+        reach: how far a pruned weight goes in a step at most, times the density and the mean magnitude of what is kept; 0
+            for no limit.
         p: how weights are shrunk near the threshold: 1 is soft thresholding, ∞ hard. Units of several weights and N:M
             have hard masks, whatever p: their magnitudes differ so little that almost nothing would be left of them.
         ramp: how the sparsity grows over the warm-up, from 0 to 1 of the final one.
@@ -48,14 +55,14 @@ class Paced(Method):
 
     exchange: float = 0.22
     leak: float = 1.0
-    reach: float = 0.02
+    reach: float = 1.5
     p: float = 3.0
     ramp: Schedule = cubic(0.0, 1.0)
 
     name = "paced"
     year = 2026
     mask_rule = "top-k of |θ|, every step, shrunk most near the threshold"
-    gradient_rule = "g, straight through; updates times f where pruned"
+    gradient_rule = "g, straight through, of pruned blocks along θ; updates times f where pruned"
     reference = "none: docs/paced.md"
     refuses_nm = ""
     warmup = 0.5
@@ -77,10 +84,10 @@ class Paced(Method):
 
     def setup(self, solver: TorchSolver, at: Moment) -> None:
         """Every weight is kept, and learns as the optimizer says."""
-        solver.state.per_unit["history"] = torch.full((solver.count,), 255, dtype=torch.uint8, device=solver.device)
-        solver.state.per_target["pace"] = torch.ones(len(solver.problem.targets), dtype=torch.float64).to(solver.device)
-        solver.state.per_target["reach"] = torch.zeros(len(solver.problem.targets), dtype=torch.float64).to(solver.device)
-        solver.state.numbers |= {"looks": 0, "looked": -1}
+        state, ones = solver.state, torch.ones(len(solver.problem.targets), dtype=torch.float64)
+        state.per_unit["history"] = torch.full((solver.count,), 255, dtype=torch.uint8, device=solver.device)
+        state.per_target |= {"pace": ones.to(solver.device), "reach": torch.zeros_like(ones).to(solver.device)}
+        state.numbers |= {"looks": 0, "looked": -1}
 
     def choose(self, solver: TorchSolver, at: Moment) -> None:
         """The largest; a hundred times in a run what is pruned leaks, and the pace follows the exchange."""
@@ -121,17 +128,26 @@ class Paced(Method):
         self._measure(solver, kept)
 
     def _measure(self, solver: TorchSolver, kept: Tensor) -> None:
-        """How far pruned weights may go in a step: a part of the mean magnitude of those that are kept."""
-        problem = solver.problem
+        """How far pruned weights may go in a step: less, the fewer are kept and the smaller these are."""
+        problem, numbers = solver.problem, solver.constant
         sums, counts = solver.sum_by_target(solver.magnitudes(solver.theta.slabs) * kept, kept)
-        magnitudes = solver.segments_of(sums / solver.constant([float(f) for f in problem.factors]))
-        entries = [t.numel / n for t, n in zip(problem.targets, problem.all_units, strict=True)]
-        mean = magnitudes / solver.segments_of(counts * solver.constant(entries)).clamp(min=1.0)
-        solver.state.per_target["reach"] = self.reach * mean[solver.constant(problem.segment_of)]
+        magnitudes = sums / numbers([float(factor) for factor in problem.factors])
+        entries = numbers([t.numel / n for t, n in zip(problem.targets, problem.all_units, strict=True)])
+        units = numbers([float(n) for n in problem.all_units])
+        sums = torch.stack([magnitudes, counts * entries, counts, units])
+        magnitude, weights, left, all_of_them = solver.segments_of(sums)
+        reach = self.reach * left / all_of_them * magnitude / weights.clamp(min=1.0)
+        solver.state.per_target["reach"] = reach[numbers(problem.segment_of)]
 
     def form(self, solver: TorchSolver, at: Moment) -> Form:
-        """The hard or shrunk mask; g everywhere; the pace where pruned."""
-        shrunk = solver.problem.pattern.single and self.p < math.inf
-        pace: Tensor = solver.state.per_target["pace"]
-        reach = solver.state.per_target["reach"] if self.reach else None
-        return Form(Shrunk(self.p) if shrunk else Mask.ONE, STRAIGHT, pace=Where(1.0, pace, pace), reach=reach)
+        """The hard or shrunk mask; g, or for units its part along θ where pruned; pace and reach where pruned."""
+        problem, state = solver.problem, solver.state
+        shrunk = problem.pattern.single and self.p < math.inf
+        whole = problem.pattern.single or problem.pattern.rows is not None
+        pace: Tensor = state.per_target["pace"]
+        return Form(
+            Shrunk(self.p) if shrunk else Mask.ONE,
+            STRAIGHT if whole else Along.THETA,
+            pace=Where(1.0, pace, pace),
+            reach=state.per_target["reach"] if self.reach else None,
+        )

@@ -4,7 +4,8 @@ A is what is kept, B a larger set that some methods also train; both come from a
 
     rank     what units compete by: |ψ(θ)|, or values that are learned
     mask     w = mask · θ, projected on A or not
-    back     gradients for w into gradients for θ: factors on A, on B∖A and on the rest, or through the mask
+    back     gradients for w into gradients for θ: factors on A, on B∖A and on the rest, or through the mask, or what of
+             them lies along θ
     decay    a multiple of θ, by the same three sets, added to the gradient once per step, unscaled
     pace     how far θ goes along with the optimizer's update, by the same three sets
     reach    how far at most it goes outside A
@@ -99,6 +100,12 @@ class VJP(Enum):
     THROUGH = "m·g, and the slope of m"
 
 
+class Along(Enum):
+    """g on A; elsewhere what would make the unit larger or smaller as a whole, and nothing else."""
+
+    THETA = "elsewhere θ·(Σ g·θ)/(Σ θ²), the sums over the unit"
+
+
 class Form(NamedTuple):
     """What a method declares for a moment.
 
@@ -113,11 +120,12 @@ class Form(NamedTuple):
         own: an autograd expression, from one tensor per target to as many, where the above does not fit. It may use
             learned parameters. Then `mask` and `back` say nothing, unless the mask is `Shifted`.
         pace: see above; None is all the way, everywhere.
-        reach: see above; None for no limit. It goes with a pace.
+        reach: see above, a number for every target, the same for all those of a segment; None for no limit. It goes with
+            a pace.
     """
 
     mask: Mask | Shrunk | Shifted | Stored = Mask.ONE
-    back: Where | VJP = KEPT
+    back: Where | VJP | Along = KEPT
     decay: Where | None = None
     learned: str | None = None
     project: bool = True
@@ -125,7 +133,7 @@ class Form(NamedTuple):
     more: str | None = None
     own: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
     pace: Where | None = None
-    reach: PerSegment | None = None
+    reach: Tensor | None = None
 
     @property
     def stored(self) -> str | None:

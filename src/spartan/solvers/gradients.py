@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spartan.solvers.base import Grads
-from spartan.solvers.forms import KEPT, Form, Mask, PerSegment, Shifted, Where
+from spartan.solvers.forms import KEPT, Along, Form, Mask, PerSegment, Shifted, Where
 from spartan.solvers.sampling import Sampling
 from spartan.solvers.units import masked, times
 
@@ -26,6 +26,8 @@ class Gradients(Sampling):
             found = self._autograd(form.own, grads)
         elif isinstance(form.back, Where):
             found = self._where(form, form.back, grads)
+        elif isinstance(form.back, Along):
+            found = self._along(form, grads)
         else:
             found = self._through_mask(form, grads)
         if self.power != 1.0:
@@ -99,6 +101,16 @@ class Gradients(Sampling):
         pairs = zip(self.slabs(grads), self.spread(self._factors(form, factors)), strict=True)
         return self._as_given([None if g is None else g * x.to(g.dtype) for g, x in pairs], grads)
 
+    def _along(self, form: Form, grads: Grads) -> list[Tensor | None]:
+        """g where kept; elsewhere the part of it along θ, unit by unit."""
+        values, kept = self.values(), self.kept(form)
+        squares = self.reduce([v.to(self.dtype).square() for v in values])
+        parts = self.spread(masked(self.products(grads) / squares, ~kept & (squares > 0)))
+        each = zip(self.slabs(grads), values, self.spread(kept), parts, strict=True)
+        return self._as_given(
+            [None if g is None else torch.where(k, g, (part * v).to(g.dtype)) for g, v, k, part in each], grads
+        )
+
     def _factors(self, form: Form, factors: Where) -> Tensor:
         """Of every unit."""
         each = (self._per_unit(x) for x in (factors.a, factors.b, factors.c))
@@ -144,11 +156,13 @@ class Gradients(Sampling):
             reaches = self.per_target(self.spread(self._factors(form, Where(math.inf, form.reach, form.reach))))
         for i in which:
             moved, theta = self.problem.targets[i].local, self.theta.views[i]
-            # A factor of 1 leaves what the optimizer made of θ as it is, to the bit; so does an infinite reach.
+            # A factor of 1 leaves what the optimizer made of θ as it is, to the bit.
             torch.lerp(theta, moved, factors[i].to(moved.dtype), out=moved)
             if reaches is not None:
+                way = moved - theta
                 reach = reaches[i].to(moved.dtype)
-                torch.clamp(moved, theta - reach, theta + reach, out=moved)
+                far = (way.abs() > reach) & way.isfinite()  # what is not finite is to be found
+                moved.copy_(torch.where(far, theta + way.sign() * reach, moved))
 
     def decay(self, form: Form) -> list[Tensor]:
         """What the form adds to the gradients for θ whatever the loss: a multiple of θ, or of ψ times its slope."""

@@ -116,9 +116,9 @@ def vit(scale: Scale, method: str, side: int, *more: str) -> Experiment:
         recipe = "vitb16-imagenet" + ("" if side == 1 else f"-block{side}")
         return Experiment(recipe, (f"method={method}", *more))
     blocks = () if side == 1 or method == "dense" else (f"pattern=[{side}, {side}]",)
+    beta = ("method_args={beta: [1, 20]}",) if method == "spartan" else ()  # the paper's, of its ViT
     if scale == "small":
-        return Experiment("cifar10-vit", (f"method={method}", *blocks, *more))
-    beta = ("method_args={beta: [1, 20]}",) if method == "spartan" else ()
+        return Experiment("cifar10-vit", (f"method={method}", *beta, *blocks, *more))
     return Experiment("digits", (f"method={method}", "sparsity=0.9", *_TINY_VIT, *beta, *blocks, *more))
 
 
@@ -127,7 +127,7 @@ def flop_budget(scale: Scale, power: float) -> Experiment:
     value = (f"value_power={power:g}", f"method_args={{beta: [1, {10 if power == 1.0 else 160}]}}")
     if scale == "tiny":
         recipe, base = NET[scale]
-        return Experiment(recipe, ("sparsity=0.95", "cost=flops", *base, *value))
+        return Experiment(recipe, ("method=spartan", "sparsity=0.95", "cost=flops", *base, *value))
     recipe = "cifar100-resnet18-flops" if scale == "small" else "resnet50-imagenet-flops"
     return Experiment(recipe, value)
 

@@ -41,9 +41,9 @@ class Score:
 
 
 def fingerprint(config: Config) -> str:
-    """A digest of what a run computes: of every setting that is not the default, the seed aside."""
+    """A digest of what a run computes: the method, and every setting that is not the default, the seed aside."""
     usual = settings(Config())
-    own = {key: value for key, value in settings(config).items() if value != usual[key]}
+    own = {key: value for key, value in settings(config).items() if value != usual[key] or key == "method"}
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:12]
 
 

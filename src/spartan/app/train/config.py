@@ -104,7 +104,7 @@ class Config:
     epochs: int = 10
     # sparsity
     sparsity: float = 0.9
-    method: str = "spartan"
+    method: str = "paced"
     # Changed by --set, a method comes with its own method_args, budget (but for a table), warmup and finetune.
     # arguments of the method; for spartan e.g. {beta: [1, 10]} or {solver: sinkhorn, init: threshold}
     method_args: dict[str, Any] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from spartan.solvers.base import Grads
 from spartan.solvers.chunks.masks import ChunkMasks, thresholds
 from spartan.solvers.chunks.pieces import Piece, ones_where_kept, only_kept, slope_of, times_slope, value_of
 from spartan.solvers.chunks.search import largest_below
-from spartan.solvers.forms import KEPT, VJP, Form, Mask, PerSegment, Shifted, Stored, Where
+from spartan.solvers.forms import KEPT, VJP, Along, Form, Mask, PerSegment, Shifted, Stored, Where
 
 # What is kept of a piece: x there and +0.0 elsewhere, into a third tensor.
 Projection = Callable[[Piece, Tensor, Tensor], Tensor]
@@ -24,6 +24,8 @@ class ChunkGradients(ChunkMasks):
         if not self.by_pieces or self.rescaled or (form.own is not None and not isinstance(form.mask, Shifted)):
             return False
         if form.learned is not None and self.state.learned[form.learned].dtype != self.dtype:
+            return False
+        if isinstance(form.back, Along):
             return False
         return isinstance(form.back, Where) or form.mask is Mask.SOFT or isinstance(form.mask, (Stored, Shifted))
 
@@ -125,13 +127,19 @@ class ChunkGradients(ChunkMasks):
         """Of these parameters, which an optimizer has moved away from θ: let them go as far as the form says."""
         targets, some = self.problem.targets, set(which)
         moved = [t.local if i in some else None for i, t in enumerate(targets)]
-        if not (self.by_pieces and form.own is None and form.reach is None and self._alike(moved)):
+        if not (self.by_pieces and form.own is None and self._alike(moved)):
             super().pace(form, which)
             return
         assert form.pace is not None
-        factors = self._factors_of(form, form.pace)
+        factors, in_a = self._factors_of(form, form.pace), self._members(form, form.stored, self.a)
+        reaches = None if form.reach is None else form.reach.tolist()
         for piece, x in self.beside(moved):
             torch.lerp(piece.theta, x, factors(piece), out=x)
+            if reaches is not None:
+                # To [θ − reach, θ + reach] outside A, without a branch; what is not finite is to be found.
+                limit = in_a(piece, piece.room[1]).mul_(torch.finfo(x.dtype).max).add_(reaches[piece.i])
+                low, high = torch.sub(piece.theta, limit, out=piece.room[2]), limit.add_(piece.theta)
+                torch.where(x.isfinite(), torch.clamp(x, low, high), x, out=x)
 
     # ------------------------------------------------------------------ through masks
 

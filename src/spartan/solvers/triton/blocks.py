@@ -40,6 +40,8 @@ class Grid(NamedTuple):
 class BlockSolver(TritonSolver):
     """Launches the kernels of units that are rectangles of a weight seen as a matrix."""
 
+    has_along = True
+
     @classmethod
     def why_not(cls, problem: Problem, kernels: str) -> str:
         """Rectangles, in weights whose places fit 32 bits."""
@@ -194,6 +196,22 @@ class BlockSolver(TritonSolver):
 
         key = "through_mask", form.learned, add, ranks.data_ptr(), *kinds.values()
         self.pull_back(form, key, launch_pull, launch_turn, to_grads, floats)
+
+    def along(self, form: Form, grads: Grads) -> None:
+        """What lies along θ outside A, in place."""
+        x, p, reading = self.kernels, self.ranked, self.reading(form)
+        assert reading is not None
+        given = self._u, reading.ranks, reading.masks, p.table, p.segments, *self._grids
+        tables = (
+            x.to_grads.of(grads),
+            x.to_thetas.of(self._theta.views),
+            *given,
+            reading.states.floats,
+            reading.states.ints,
+        )
+        kinds = {"KEPT": reading.kind, **x.kinds(grads), **self._grain_of(x.to_grads, x.to_thetas)}
+        key = "along", form.learned, *plain(kinds)
+        self.replay_turn(form, key, lambda: self._over_units(spread.along, *tables, **kinds))
 
     def through_shift(self, name: str, form: Form, grads: Grads) -> None:
         """Through a mask that a learned number per target shifts, in place; and the sum over each target for that."""

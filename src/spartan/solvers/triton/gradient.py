@@ -142,15 +142,24 @@ def paced(theta, moved, by):
 
 
 @triton.jit
+def within(theta, moved, reach, a):
+    """`moved`, outside A at most `reach` from θ; what is not finite is left, so that it is found."""
+    way = moved - theta
+    far = (tl.abs(way) > reach) & (tl.abs(way) < float("inf"))
+    return tl.where(far & (a == 0), theta + tl.where(way > 0.0, reach, -reach), moved)
+
+
+@triton.jit
 def where(
-    grads, thetas, ranks, masks, more_masks, numbers, scale, table, segments, factors,
+    grads, thetas, ranks, masks, more_masks, numbers, scale, reaches, table, segments, factors,
     all_floats, all_ints, more_values, more_cuts,
     KEPT: tl.constexpr, MORE: tl.constexpr, DO: tl.constexpr, POWER: tl.constexpr,
     GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """g TIMES a factor on A, on B∖A and on the rest; for DECAY that factor times ψ is added to g. Both times the slope.
 
-    For PACE what is given in the place of g are parameters: they go as far from θ as the factor says.
+    For PACE what is given in the place of g are parameters: they go as far from θ as the factor says, and outside A at
+    most as far as `reaches`, of which every segment has one, or None.
 
     A and B are EVERYTHING, what is ABOVE a threshold of |ψ| or of given ranks, or STORED, a byte an entry. `numbers`
     has the three factors of every segment. A loss scale, where there is one, multiplies what is added.
@@ -199,12 +208,12 @@ def where(
                 by = tl.where(tl.load(more_at + here, mask=inside, other=0) != 0, on_b, by)
             else:
                 by = tl.zeros((BLOCK,), tl.float32) + on_b
+            a = inside
             if KEPT == ABOVE:
-                by = tl.where(kept_of(u, here, value, cut), on_a, by)
+                a = kept_of(u, here, value, cut)
             elif KEPT == STORED:
-                by = tl.where(tl.load(mask_at + here, mask=inside, other=0) != 0, on_a, by)
-            else:
-                by = tl.zeros((BLOCK,), tl.float32) + on_a
+                a = tl.load(mask_at + here, mask=inside, other=0) != 0
+            by = tl.where(a, on_a, by)
             g = read(grad, start, i, length, GRAD, BLOCK).to(tl.float32)
             if POWER != 1.0 and DO != PACE:
                 by *= slope_of(x, POWER)
@@ -212,6 +221,8 @@ def where(
                 g += (by * value_of(x, POWER)).to(DTYPE).to(tl.float32)
             elif DO == PACE:
                 g = paced(x.to(tl.float32), g, by)
+                if reaches is not None:
+                    g = within(x.to(tl.float32), g, tl.load(reaches + segment), a)
             else:
                 g = tl.where(by == 0.0, 0.0, g * by)  # a NaN where nothing is to come is none
             write(grad, start, i, length, g, GRAD, BLOCK)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags
-from spartan.solvers.forms import VJP, Form, Mask, Shifted, Shrunk, Stored
+from spartan.solvers.forms import VJP, Along, Form, Mask, Shifted, Shrunk, Stored
 from spartan.solvers.triton import weights
 from spartan.solvers.triton.launch import Sources
 from spartan.solvers.triton.state import States
@@ -34,6 +34,8 @@ class Reading(NamedTuple):
 class FormReader(KernelVectors):
     """Knows which forms kernels have, and gives them their tables."""
 
+    has_along = False  # whether there is a kernel for what lies along θ
+
     def __init__(self, problem: Problem, flags: Flags, alias: bool = False) -> None:
         super().__init__(problem, flags, alias)
         self._to_masks, self._to_more = (Addresses(self.device, replay=self.kernels.replay) for _ in range(2))
@@ -54,8 +56,10 @@ class FormReader(KernelVectors):
     def turns(self, form: Form) -> bool:
         """Whether kernels turn gradients as the form says."""
         reading = self.reading(form)
-        if reading is None or form.back is not VJP.THROUGH:
-            return reading is not None
+        if reading is None or isinstance(form.back, Along):
+            return reading is not None and self.has_along
+        if form.back is not VJP.THROUGH:
+            return True
         return (
             form.mask is Mask.SOFT
             or isinstance(form.mask, Shifted)

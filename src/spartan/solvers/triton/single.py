@@ -42,7 +42,7 @@ class TritonSolver(KernelGradients):
     def pace(self, form: Form, which: Sequence[int]) -> None:
         """Of these parameters, which an optimizer has moved away from θ: let them go as far as the form says."""
         assert form.pace is not None
-        if self.reading(form) is None or form.reach is not None:
+        if self.reading(form) is None:
             super().pace(form, which)
             return
         moved = self.kernels.some(which)

@@ -8,7 +8,7 @@ vector of units, since methods replace these; vectors of one's own are read from
 import triton
 import triton.language as tl
 
-from spartan.solvers.triton.gradient import DECAY, TIMES, paced
+from spartan.solvers.triton.gradient import DECAY, TIMES, paced, within
 from spartan.solvers.triton.state import CUT, FLOATS, INTS, VALUE, row_of, segment_of
 from spartan.solvers.triton.units import at_address, corner_of, sides_of, tile_of
 from spartan.solvers.triton.weights import (
@@ -100,7 +100,7 @@ def project(
 
 @triton.jit
 def where(
-    grads, thetas, units, ranks, masks, more_masks, numbers, scale, table, segments, bases, shapes, columns,
+    grads, thetas, units, ranks, masks, more_masks, numbers, scale, reaches, table, segments, bases, shapes, columns,
     all_floats, all_ints, more_values, more_cuts,
     KEPT: tl.constexpr, MORE: tl.constexpr, DO: tl.constexpr,
     GRAD: tl.constexpr, DTYPE: tl.constexpr, INLINE: tl.constexpr, GRAIN: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
@@ -147,6 +147,9 @@ def where(
             if scale is not None:
                 by *= tl.load(scale).to(tl.float32)
             moved = there & (by != (0.0 if DO == DECAY else 1.0))
+            if reaches is not None:
+                reach = tl.load(reaches + segment)
+                moved = moved | (there & (a == 0))
             for j in range(0, w, W):
                 top, inside = tile_of(corner, first, moved, j, w, shape, columns, INLINE, W)
                 for r in range(0, h):
@@ -158,10 +161,64 @@ def where(
                             g += (by[:, None] * theta).to(DTYPE).to(tl.float32)
                         else:
                             g = paced(theta, g, by[:, None])
+                            if reaches is not None:
+                                g = within(theta, g, reach, a[:, None])
                     else:  # a NaN where nothing is to come is none
                         g = tl.load(grad_at + at, mask=inside & (by != 0.0)[:, None], other=0.0).to(tl.float32)
                         g = g * by[:, None]
                     tl.store(grad_at + at, g.to(GRAD), mask=inside)
+
+
+@triton.jit
+def along(
+    grads, thetas, units, ranks, masks, table, segments, bases, shapes, columns, all_floats, all_ints,
+    KEPT: tl.constexpr,
+    GRAD: tl.constexpr, DTYPE: tl.constexpr, INLINE: tl.constexpr, GRAIN: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Outside A g becomes θ·(Σ g·θ)/(Σ θ²), the sums over the unit; A is left alone."""
+    piece = tl.program_id(0)
+    which, start, length, position = row_of(table, piece)
+    grad = tl.load(grads + which)
+    if grad != 0:
+        segment = segment_of(segments, piece)
+        theta_at = at_address(tl.load(thetas + which), DTYPE, GRAIN)
+        grad_at = at_address(grad, GRAD, GRAIN)
+        unit_at = units + tl.load(bases + which) + start
+        if ranks is not None:
+            unit_at = tl.load(ranks + which).to(tl.pointer_type(tl.float32)) + start
+        shape = shapes + 5 * which
+        h, w, step = sides_of(shape, GRAIN)
+        for i in range(0, length, U):
+            unit = i + tl.arange(0, U)
+            there = unit < length
+            corner, first = corner_of(start + unit, shape, h, w, step)
+            if KEPT == ABOVE:
+                value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
+                u = tl.load(unit_at + unit, mask=there, other=0.0)
+                a = kept_of(u, unit, value, tl.load(all_ints + segment * INTS + CUT) - position)
+            elif KEPT == STORED:
+                mask_at = tl.load(masks + which).to(tl.pointer_type(tl.int8)) + start
+                a = tl.load(mask_at + unit, mask=there, other=0) != 0
+            else:
+                a = there
+            out = there & (a == 0)
+            products = tl.zeros((U, W), tl.float32)
+            squares = tl.zeros((U, W), tl.float32)
+            for j in range(0, w, W):
+                top, inside = tile_of(corner, first, out, j, w, shape, columns, INLINE, W)
+                for r in range(0, h):
+                    at = top + r * step
+                    theta = tl.load(theta_at + at, mask=inside, other=0.0).to(tl.float32)
+                    products += tl.load(grad_at + at, mask=inside, other=0.0).to(tl.float32) * theta
+                    squares += theta * theta
+            square = tl.sum(squares, 1)
+            part = tl.where(square > 0.0, tl.sum(products, 1) / tl.where(square > 0.0, square, 1.0), 0.0)[:, None]
+            for j in range(0, w, W):
+                top, inside = tile_of(corner, first, out, j, w, shape, columns, INLINE, W)
+                for r in range(0, h):
+                    at = top + r * step
+                    theta = tl.load(theta_at + at, mask=inside, other=0.0).to(tl.float32)
+                    tl.store(grad_at + at, (part * theta).to(GRAD), mask=inside)
 
 
 @triton.jit

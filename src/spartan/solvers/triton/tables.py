@@ -213,6 +213,7 @@ class Numbers:
     def __init__(self, segments: int, device: torch.device, each: int = 3) -> None:
         self.there = torch.zeros(segments * each, dtype=torch.float32, device=device)
         self._told = [0.0] * (segments * each)
+        self._each = each
         self._found: tuple[object, ...] = ()
 
     def of(self, numbers: list[float]) -> Tensor:
@@ -230,21 +231,21 @@ class Numbers:
         self._told, self._found = numbers, ()
         return self.there
 
-    def of_three(self, three: Sequence[PerSegment], firsts: Tensor) -> Tensor:
+    def of_each(self, factors: Sequence[PerSegment], firsts: Tensor) -> Tensor:
         """The same of factors; what the device found does not leave it, and is copied when it is another than before.
 
         `firsts` has the first target of every segment.
         """
-        if not any(isinstance(x, Tensor) for x in three):
-            return self.of([_number(x, s) for s in range(len(firsts)) for x in three])
-        if len(self._found) != 3 or any(a is not b for a, b in zip(self._found, three, strict=True)):
-            for column, x in zip(self.there.view(-1, 3).unbind(1), three, strict=True):
+        if not any(isinstance(x, Tensor) for x in factors):
+            return self.of([_number(x, s) for s in range(len(firsts)) for x in factors])
+        if not self._found or any(a is not b for a, b in zip(self._found, factors, strict=True)):
+            for column, x in zip(self.there.view(-1, self._each).unbind(1), factors, strict=True):
                 if isinstance(x, Tensor):
                     column.copy_(x[firsts])
                 else:
                     for s in range(len(firsts)):
                         column[s].fill_(_number(x, s))
-            self._found, self._told = tuple(three), [math.nan] * len(self._told)
+            self._found, self._told = tuple(factors), [math.nan] * len(self._told)
         return self.there
 
 

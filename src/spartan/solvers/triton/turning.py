@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags, Grads
-from spartan.solvers.forms import KEPT, VJP, Form, Mask, Shifted, Stored, Where
+from spartan.solvers.forms import KEPT, VJP, Along, Form, Mask, Shifted, Stored, Where
 from spartan.solvers.triton import gradient, powers, ratios, weights
 from spartan.solvers.triton.reading import FormReader, Reading
 from spartan.solvers.triton.tables import Addresses, Numbers
@@ -35,6 +35,7 @@ class KernelGradients(FormReader):
         """Room for the factors that forms give, and for thresholds."""
         n = len(self.problem.segments)
         self._factors_there, self._decay_there, self.pace_there = (Numbers(n, self.device) for _ in range(3))
+        self._reach_there = Numbers(n, self.device, each=1)
         # What masks are shrunk by, and what of each piece is just below its threshold.
         self._taus = torch.zeros(n, dtype=torch.float64, device=self.device)
         self._found = torch.zeros(self.ranked.count, dtype=torch.float32, device=self.device)
@@ -43,7 +44,7 @@ class KernelGradients(FormReader):
     def turn(self, form: Form | None, grads: Grads) -> Grads:
         """Gradients for w into gradients for θ, in place."""
         assert form is not None
-        straight = form.back is not VJP.THROUGH and form.back.everywhere and form.learned is None
+        straight = isinstance(form.back, Where) and form.back.everywhere and form.learned is None
         if straight and self.power == 1.0 and form.own is None:
             return grads
         x, shifted = self.kernels, form.mask.name if isinstance(form.mask, Shifted) else None
@@ -62,6 +63,8 @@ class KernelGradients(FormReader):
                 self.through_shift(shifted, form, turned)
         elif form.back is VJP.THROUGH:
             self.through_mask(form, turned)
+        elif isinstance(form.back, Along):
+            self.along(form, turned)
         else:
             with x.replay.as_one():
                 self.teach(form, turned)
@@ -154,6 +157,10 @@ class KernelGradients(FormReader):
         else:
             x.replay(key, launch)
 
+    def along(self, form: Form, grads: Grads) -> None:
+        """What lies along θ outside A, in place: of units of several weights only."""
+        raise NotImplementedError
+
     def _times_slope(self, grads: Grads) -> None:
         """Gradients for ψ into gradients for θ, in place."""
         if self.power != 1.0:
@@ -191,12 +198,14 @@ class KernelGradients(FormReader):
             more = weights.ABOVE
             self.place_b()
         firsts = self.constant([segment.targets[0] for segment in self.problem.segments])
-        numbers = there.of_three((by.a, by.b, by.c), firsts)
+        numbers, reach = there.of_each((by.a, by.b, by.c), firsts), None
+        if do is gradient.PACE and form.reach is not None:
+            reach = self._reach_there.of_each((form.reach,), firsts)
         kinds = {"KEPT": reading.kind, "MORE": more, "DO": do, **self._kinds(grads)}
         to = self.kernels.to_parameters if do is gradient.PACE else self.kernels.to_grads
-        launch = self.launch_where(to, grads, reading, (more_masks, numbers, scale), kinds)
+        launch = self.launch_where(to, grads, reading, (more_masks, numbers, scale, reach), kinds)
         same = more is weights.EVERYTHING and self.problem.pattern.rows is None
-        return ("where", form.learned, *plain(kinds)), launch, same
+        return ("where", form.learned, reach is None, *plain(kinds)), launch, same
 
     def place_b(self) -> None:
         """Put the thresholds of B where kernels read them."""
@@ -208,7 +217,7 @@ class KernelGradients(FormReader):
     def launch_where(
         self, to: Addresses, grads: Grads, reading: Reading, rest: tuple[Tensor | None, ...], kinds: dict[str, Any]
     ) -> Callable[[], None]:
-        """What launches `where`; `rest` is where B is stored, the factors, and the scale of what decays."""
+        """What launches `where`; `rest` is where B is stored, the factors, the scale of what decays, and the reach."""
         x, p, states = self.kernels, self.ranked, reading.states
         sources = x.to_thetas.of(self._theta.views), reading.ranks, reading.masks, *rest
         tables = to.of(grads), *sources, p.table, p.segments, p.factors, states.floats, states.ints
