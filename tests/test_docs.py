@@ -97,3 +97,10 @@ def test_docstring_examples_are_found() -> None:
         bool(test.examples) for name in MODULES for test in doctest.DocTestFinder().find(importlib.import_module(name))
     )
     assert found >= 8
+
+
+def test_tables_are_those_of_the_csvs() -> None:
+    """What docs/comparison.md and the README show of runs is what benchmarks/compare.py makes of them."""
+    script = ROOT / "benchmarks" / "compare.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -109,8 +109,8 @@ def weights(solver: TorchSolver, form: Form, thetas: Sequence[Tensor], line: Exp
             through = [x * m for x, m in zip(psi, mask, strict=True)]
         return [straight_through(x, value) for x, value in zip(through, values, strict=True)]
     if isinstance(form.back, Along):
-        kept = entries_of(solver, solver.kept(form))
-        through = [torch.where(k, x, sizes(solver, i, x)) for i, (x, k) in enumerate(zip(psi, kept, strict=True))]
+        some = zip(psi, entries_of(solver, solver.kept(form)), strict=True)
+        through = [torch.where(keep, x, sizes(solver, i, x)) for i, (x, keep) in enumerate(some)]
         values = hard_values(solver, form, psi)
         return [straight_through(x, value) for x, value in zip(through, values, strict=True)]
     if form.mask is Mask.SOFT:
