@@ -36,8 +36,9 @@ def test_it_sees_no_later_token() -> None:
 
 @torch.no_grad()
 def test_a_plain_call_keeps_no_keys_and_values() -> None:
-    """Those of all layers together may be larger than anything else: calibration runs layer by layer within little memory."""
-    model, seen, alive = small(), [], []
+    """Those of all layers together may be larger than anything else; calibration has memory for a layer or so."""
+    model, alive = small(), list[int]()
+    seen: list[Any] = []
 
     def look(module: nn.Module, given: Any, outputs: Any) -> None:
         alive.append(sum(x() is not None for x in seen))
