@@ -34,7 +34,7 @@ def sparsegpt(layout: Layout, grams: Tensor) -> Tensor:
     n, m = layout.of_every_m or (0, sides[1])
     wide = max(m, BLOCK // m * m)
     shares = Shares(layout.kept, layout.problem.all_units[layout.number])
-    # What is chosen at once may be as wide as the layer; it goes by in parts all the same, or every column would change all others.
+    # What is chosen at once may be as wide as the layer. It goes by in parts all the same: less memory is written that way.
     step, choose = (wide, (n, m)) if layout.of_every_m else (BLOCK, None)
     for start in range(0, layout.columns, wide):
         here = slice(start, min(start + wide, layout.columns))
