@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spartan.gpt import GPT
 from spartan.zoo import build_model
@@ -29,6 +32,22 @@ def test_it_sees_no_later_token() -> None:
     others = tokens.clone()
     others[:, 9:] = torch.randint(50, (2, 7))
     torch.testing.assert_close(model(tokens)[:, :9], model(others)[:, :9], rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_a_plain_call_keeps_no_keys_and_values() -> None:
+    """Those of all layers together may be larger than anything else; calibration has memory for a layer or so."""
+    model, alive = small(), list[int]()
+    seen: list[Any] = []
+
+    def look(module: nn.Module, given: Any, outputs: Any) -> None:
+        alive.append(sum(x() is not None for x in seen))
+        seen.extend(weakref.ref(x) for x in outputs[1])
+
+    for layer in model.layers:
+        layer.register_forward_hook(look)
+    model(torch.randint(50, (2, 16)))
+    assert alive == [0, 0]
 
 
 def one_by_one(model: GPT, tokens: Tensor, length: int) -> Tensor:

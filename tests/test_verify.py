@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import spartan
@@ -100,7 +101,7 @@ class TestRemask:
         other.load_state_dict({name: x + 0.5 for name, x in model.state_dict().items()})
         return other
 
-    @pytest.mark.parametrize("kind", ["model", "state dict", "ddp", "compiled", "packed", ".pt"])
+    @pytest.mark.parametrize("kind", ["model", "state dict", "ddp", "compiled", "packed", "plain", "folder", ".pt"])
     def test_zeros_come_back_from_anything(self, kind: str, tmp_path: Path) -> None:
         model = spartan.prune(net(), 0.8)
         like: Any = model
@@ -110,6 +111,13 @@ class TestRemask:
         elif kind == "packed":
             like = tmp_path / "sparse.safetensors"
             spartan.save(model, like)
+        elif kind == "plain":
+            like = tmp_path / "plain.safetensors"
+            save_file(model.state_dict(), like)
+        elif kind == "folder":  # as save_pretrained cuts a large model into several files
+            like = tmp_path
+            for i, (name, x) in enumerate(model.state_dict().items()):
+                save_file({name: x}, tmp_path / f"model-{i}.safetensors", {"format": "pt"})
         elif kind == ".pt":
             like = str(tmp_path / "sparse.pt")
             torch.save(model.state_dict(), like)
@@ -149,6 +157,9 @@ class TestRemask:
         file.write_bytes(b"no file of ours")
         with pytest.raises(ValueError, match="damaged"):
             spartan.remask(model, like=file)
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(ValueError, match=r"empty is a folder without \.safetensors files"):
+            spartan.remask(model, like=tmp_path / "empty")
         assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 

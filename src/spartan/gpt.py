@@ -87,19 +87,29 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if adds else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores [B, T, classes] of what comes after each of the tokens [B, T]."""
-        return self.run(tokens, None)[0]
+        """Scores [B, T, classes] of what comes after each of the tokens [B, T]; keys and values are not kept."""
+        x = self._embedded(tokens, 0)
+        for layer in self.layers:
+            x = layer(x)[0]
+        return self._scores(x)
 
     def run(self, tokens: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
         """Scores of what comes after each token, and keys and values so far: give these to go on without the tokens."""
-        past = cache[0][0].shape[2] if cache else 0
-        at = torch.arange(past, past + tokens.shape[1], device=tokens.device)
-        x = self.tokens(tokens) + self.positions(at)
+        x = self._embedded(tokens, cache[0][0].shape[2] if cache else 0)
         seen: Cache = []
         for i, layer in enumerate(self.layers):
             x, here = layer(x, cache[i] if cache else None)
             seen.append(here)
-        return self.head(self.norm(x)), seen
+        return self._scores(x), seen
+
+    def _embedded(self, tokens: Tensor, past: int) -> Tensor:
+        at = torch.arange(past, past + tokens.shape[1], device=tokens.device)
+        found: Tensor = self.tokens(tokens) + self.positions(at)
+        return found
+
+    def _scores(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.norm(x))
+        return found
 
     @torch.no_grad()
     def generate(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spartan.distributed import is_dtensor, local, own_part
-from spartan.files.load import read
+from spartan.files.load import read_weights
 from spartan.problem.budgets import Budget
 from spartan.problem.costs import Cost
 from spartan.problem.patterns import Pattern
@@ -80,8 +80,8 @@ def remask(model: M, like: nn.Module | Mapping[str, Tensor] | str | os.PathLike[
 
     Args:
         model: the model.
-        like: a model, a state dict, or a file: one that `spartan.save` wrote, or what `torch.save` wrote of a state dict
-            (.pt, .pth, .bin, .ckpt).
+        like: a model, a state dict, or a file: one that `spartan.save` wrote, any other .safetensors file or a folder of
+            them, as `save_pretrained` writes it, or what `torch.save` wrote of a state dict (.pt, .pth, .bin, .ckpt).
             Its weights of two or more dimensions must be in the model, under the same names and in the same shapes.
 
     Example:
@@ -123,11 +123,11 @@ def _tensors(like: Any, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
         like = _parameters(like)
     elif isinstance(like, (str, os.PathLike)):
         pickled = Path(like).suffix in (".pt", ".pth", ".bin", ".ckpt")
-        like = torch.load(like, map_location="cpu", weights_only=True) if pickled else read(like)
+        like = torch.load(like, map_location="cpu", weights_only=True) if pickled else read_weights(like)
     if not isinstance(like, Mapping) or not any(isinstance(x, Tensor) for x in like.values()):
         raise ValueError(
-            f"like is {type(like).__name__}; a model, a state dict (tensors by name) or a file that spartan.save or "
-            "torch.save wrote is needed"
+            f"like is {type(like).__name__}; a model, a state dict (tensors by name) or a file that spartan.save, "
+            "save_pretrained or torch.save wrote is needed"
         )
     found = {}
     for name, x in like.items():

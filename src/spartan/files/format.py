@@ -140,22 +140,25 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     return 8 + len(text) + end
 
 
-def read(path: Path | str) -> Container:
-    """Read and check a container; ValueError that names the file and what is wrong with it."""
+def read(path: Path | str, plain_too: bool = False) -> Container:
+    """Read and check a container; ValueError that names the file and what is wrong with it.
+
+    With `plain_too` any safetensors file, which has neither strings of ours nor a checksum.
+    """
     _check_machine()
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path} is a folder" if path.is_dir() else f"there is no file {path}")
     try:
         with path.open("rb") as file:
-            return _read(path, file)
+            return _read(path, file, plain_too)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _read(path: Path, file: BinaryIO) -> Container:
+def _read(path: Path, file: BinaryIO, plain_too: bool) -> Container:
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 10 or not 2 <= length <= min(size - 8, _LARGEST_HEADER):
@@ -170,20 +173,12 @@ def _read(path: Path, file: BinaryIO) -> Container:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("is damaged: the header's metadata are not strings")
-    version = metadata.get("spartan.version")
-    # A plain file of another library is no mistake of its writer's: say so before looking for damage.
-    if version is None:
-        raise ValueError(
-            "was not written by spartan.save: it has no spartan metadata (a plain safetensors file is read by "
-            "safetensors.torch.load_file)"
-        )
-    if not (version.isascii() and version.isdigit() and len(version) < 9) or int(version) < 1:
-        raise ValueError(f"is damaged: the format version {_short(version)} is no number")
-    if int(version) > VERSION:
-        raise ValueError(f"has format version {version}, and this library reads up to {VERSION}: install a newer one")
+    plain = plain_too and "spartan.version" not in metadata
+    if not plain:
+        _check_version(metadata.get("spartan.version"))
     entries = _entries(header, size - 8 - length)
     digest = metadata.get("spartan.sha256", "")
-    if len(digest) != 64 or text.count((_SHA256 + digest).encode(errors="replace")) != 1:
+    if not plain and (len(digest) != 64 or text.count((_SHA256 + digest).encode(errors="replace")) != 1):
         raise ValueError("is damaged: it has no checksum")
     try:
         # A file with holes can be larger than the disk; taking the memory might succeed, and filling it end the process.
@@ -194,12 +189,26 @@ def _read(path: Path, file: BinaryIO) -> Container:
         raise ValueError(f"is larger than this machine's memory: {size:,} bytes") from None
     if file.readinto(data) != len(data):  # type: ignore[attr-defined]
         raise ValueError("is cut off")
-    found = hashlib.sha256(text.replace((_SHA256 + digest).encode(), (_SHA256 + _BLANK).encode()))
-    found.update(data)
-    if found.hexdigest() != digest:
-        raise ValueError("is damaged: its contents do not have the checksum that it names")
+    if not plain:
+        found = hashlib.sha256(text.replace((_SHA256 + digest).encode(), (_SHA256 + _BLANK).encode()))
+        found.update(data)
+        if found.hexdigest() != digest:
+            raise ValueError("is damaged: its contents do not have the checksum that it names")
     flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     return Container(path, size, entries, metadata, flat)
+
+
+def _check_version(version: str | None) -> None:
+    # A plain file of another library is no mistake of its writer's: say so before looking for damage.
+    if version is None:
+        raise ValueError(
+            "was not written by spartan.save: it has no spartan metadata (a plain safetensors file is read by "
+            "safetensors.torch.load_file)"
+        )
+    if not (version.isascii() and version.isdigit() and len(version) < 9) or int(version) < 1:
+        raise ValueError(f"is damaged: the format version {_short(version)} is no number")
+    if int(version) > VERSION:
+        raise ValueError(f"has format version {version}, and this library reads up to {VERSION}: install a newer one")
 
 
 def parse_metadata(container: Container, key: str) -> dict[str, Any]:

@@ -151,10 +151,21 @@ def read(path: str | os.PathLike[str], *, max_bytes: int | None = None) -> dict[
     return unpack_all(contents)
 
 
-def open_file(path: str | os.PathLike[str]) -> Contents:
+def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The same of any safetensors file, and of a folder of such files, as `save_pretrained` writes it."""
+    path = Path(path)
+    if not path.is_dir():
+        return unpack_all(open_file(path, plain_too=True))
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{path} is a folder without .safetensors files")
+    return {name: x for file in files for name, x in read_weights(file).items()}
+
+
+def open_file(path: str | os.PathLike[str], plain_too: bool = False) -> Contents:
     """Read and check a file: its checksum, and everything that its header says, before any tensor is unpacked."""
     with torch.device("cpu"):  # whatever the default is
-        container = format.read(Path(path))
+        container = format.read(Path(path), plain_too)
     try:
         return _parse_contents(container)
     except ValueError as error:

@@ -34,15 +34,18 @@ def sparsegpt(layout: Layout, grams: Tensor) -> Tensor:
     n, m = layout.of_every_m or (0, sides[1])
     wide = max(m, BLOCK // m * m)
     shares = Shares(layout.kept, layout.problem.all_units[layout.number])
+    # What is chosen at once may be as wide as the layer. It goes by in parts all the same: less memory is written that way.
+    step, choose = (wide, (n, m)) if layout.of_every_m else (BLOCK, None)
     for start in range(0, layout.columns, wide):
         here = slice(start, min(start + wide, layout.columns))
-        block, u = w[:, :, here].clone(), upper[:, here, here]
-        if layout.of_every_m:
-            kept, choose = torch.ones_like(block, dtype=torch.bool), (n, m)
-        else:
-            kept, choose = _choose(block * alive[:, None, here], u, sides, shares), None
-        w[:, :, here], errors = eliminate(block, u, kept, choose)
-        w[:, :, here.stop :] -= errors @ upper[:, here, here.stop :]
+        kept = torch.ones_like(w[:, :, here], dtype=torch.bool)
+        if choose is None:
+            kept = _choose(w[:, :, here] * alive[:, None, here], upper[:, here, here], sides, shares)
+        for first in range(start, here.stop, step):
+            part = slice(first, min(first + step, here.stop))
+            mine = kept[:, :, first - start : part.stop - start]
+            w[:, :, part], errors = eliminate(w[:, :, part].clone(), upper[:, part, part], mine, choose)
+            w[:, :, part.stop :] -= errors @ upper[:, part, part.stop :]
     return w.flatten(0, 1)
 
 
