@@ -242,7 +242,7 @@ def test_finalize_too_early() -> None:
     with pytest.raises(RuntimeError, match="finalize.. at step 0 of 10: spartan reaches the target density at step 8"):
         sparsifier.finalize()
     with pytest.raises(RuntimeError, match="reaches the target density at step 2"):
-        Sparsifier(net(), 0.9, 10).finalize()
+        Sparsifier(net(), 0.9, 10, "spartan").finalize()
 
 
 class TestLoading:
@@ -264,7 +264,7 @@ class TestLoading:
         [
             ({"sparsity": 0.8}, "sparsity=0.9; this sparsifier has sparsity=0.8"),
             ({"total_steps": 20}, "total_steps=10; this sparsifier has total_steps=20"),
-            ({"method": "imp"}, "saved with method=.Spartan"),
+            ({"method": "imp"}, "saved with method=.Paced"),
             ({"pattern": Block(2, 2)}, "pattern='Unstructured"),
             ({"budget": "uniform"}, "budget='global'"),
             ({"cost": {"*": 2.0}}, "cost='Params'"),

@@ -262,11 +262,12 @@ class TestSchedules:
     def test_beta_of_blocks(self) -> None:
         """The end is scaled by √(h·w); where the unit's size varies it is not."""
         common: dict[str, Any] = {"sparsity": 0.5, "total_steps": 10, "warmup": 0.0, "finetune": 1.0}
+        common["method"] = "spartan"
         assert Sparsifier(Net(), pattern=Block(2, 2), **common).stats.beta == 20
         assert Sparsifier(Net(), pattern=Block(1, -1), **common).stats.beta == 10
         assert Sparsifier(nn.Linear(4, 9), pattern=Block(-1, 1), **common).stats.beta == pytest.approx(30)
-        unscaled = Spartan(scale_beta=False)
-        assert Sparsifier(Net(), method=unscaled, pattern=Block(2, 2), **common).stats.beta == 10
+        common["method"] = Spartan(scale_beta=False)
+        assert Sparsifier(Net(), pattern=Block(2, 2), **common).stats.beta == 10
 
 
 class TestPrune:

@@ -203,7 +203,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "micro batch": ({"micro_batch": 5}, "micro_batch: 5"),
     "unknown method": ({"method": "spartn"}, "method='spartn' is unknown (did you mean spartan?); accepted: acdc, "),
     "method argument": (
-        {"method_args": {"bta": 1}},
+        {"method": "spartan", "method_args": {"bta": 1}},
         "method_args.bta=1: spartan has no such argument (did you mean beta?)",
     ),
     "unknown data": ({"data": {"source": "digit"}}, "digit"),

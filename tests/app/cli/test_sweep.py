@@ -79,8 +79,8 @@ def test_the_plan(tmp_path: Path) -> None:
     assert len(set(names)) == len(names)
     odd = plan("digits", sets[3:], None, tmp_path)
     assert [job.folder.name for job in odd] == [
-        "spartan-0.95-model_args=_a_1_-seed0",
-        "spartan-0.95-model_args=_-seed0",
+        "paced-0.95-model_args=_a_1_-seed0",
+        "paced-0.95-model_args=_-seed0",
     ]
 
 

@@ -31,7 +31,7 @@ from spartan.files import read
 from tests.app.report.folders import write_run
 from tests.app.train.test_resume import child, wait
 
-RECIPE = ["epochs=3", "batch_size=256", "checkpoint_steps=2", "method_args={beta: [1, 10]}"]
+RECIPE = ["epochs=3", "batch_size=256", "checkpoint_steps=2", "method=spartan", "method_args={beta: [1, 10]}"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -408,8 +408,8 @@ def test_a_checkpoint_of_both_states_is_read_too(killed: Path, finished: Path) -
 def test_a_restart_does_not_stumble_over_damaged_neighbours(tmp_path: Path) -> None:
     config = load_recipe("digits", ["device=cpu"])
     for name, content in (("", b""), ("-2", b"epochs: ["), ("-3", b"\xff\xfe")):
-        run = tmp_path / "runs" / f"digits-spartan-0.95-seed0{name}"
+        run = tmp_path / "runs" / f"digits-paced-0.95-seed0{name}"
         folder.create(run, config, torch.device("cpu"), [])
         if content:
             (run / "recipe.yaml").write_bytes(content)
-    assert folder.choose_folder("digits", config, None, again=True) == (Path("runs/digits-spartan-0.95-seed0"), True)
+    assert folder.choose_folder("digits", config, None, again=True) == (Path("runs/digits-paced-0.95-seed0"), True)

@@ -93,13 +93,13 @@ def test_every_recipe_with_every_method(recipe: str, method: str) -> None:
             "",
         ),
         (
-            "tiny-imagenet-vit",
+            "resnet50-imagenet-flops",
             ["method=topkast", "method_args.exploration=0.1"],
             ({"exploration": 0.1}, None, None),
-            "method topkast in place of spartan, without its method_args {beta: [1, 20]}",
+            "method topkast in place of spartan, without its method_args {beta: [1, 10]}, warmup 0.2, finetune 0.2",
         ),
-        ("tiny-imagenet-vit", ["method=spartan"], ({"beta": [1, 20]}, None, None), ""),
-        ("tiny-imagenet-vit", ["sparsity=0.8"], ({"beta": [1, 20]}, None, None), ""),
+        ("vitb16-imagenet", ["method=spartan"], ({"beta": [1, 20]}, 0.2, 0.2), ""),
+        ("vitb16-imagenet", ["sparsity=0.8"], ({"beta": [1, 20]}, 0.2, 0.2), ""),
         ("digits", ["method=imp"], ({}, None, None), ""),
         ("digits", ["method=imp", "method=spartan", "method_args.beta=2"], ({"beta": 2}, None, None), ""),
     ],
@@ -144,21 +144,23 @@ def test_another_methods_argument_is_still_a_mistake() -> None:
 
 
 def test_a_sweep_over_methods(tmp_path: Path) -> None:
-    jobs = plan("tiny-imagenet-vit", ["method=spartan,topkast", "finetune=0.1"], None, tmp_path)
+    jobs = plan("resnet50-imagenet-flops", ["method=spartan,topkast", "finetune=0.1"], None, tmp_path)
     assert [(job.config.method, job.config.method_args, job.config.finetune) for job in jobs] == [
-        ("spartan", {"beta": [1, 20]}, 0.1),
+        ("spartan", {"beta": [1, 10]}, 0.1),
         ("topkast", {}, 0.1),
     ]
     assert [job.note for job in jobs] == [
         "",
-        "method topkast in place of spartan, without its method_args {beta: [1, 20]}",
+        "method topkast in place of spartan, without its method_args {beta: [1, 10]}, warmup 0.2, finetune 0.2",
     ]
 
 
 def test_the_output_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     recipe, runs = tmp_path / "mine.yaml", tmp_path / "runs"
-    recipe.write_text(to_yaml(load_recipe("digits", ["epochs=1", "method_args={beta: [1, 5]}", "warmup=0.3"])))
+    recipe.write_text(
+        to_yaml(load_recipe("digits", ["epochs=1", "method=spartan", "method_args={beta: [1, 5]}", "warmup=0.3"]))
+    )
     says = "method imp in place of spartan, without its method_args {beta: [1, 5]}, warmup 0.3"
 
     def invoke(*arguments: str) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Grads
-from spartan.solvers.forms import Form, Shrunk, Stored
+from spartan.solvers.forms import Along, Form, Shrunk, Stored
 from spartan.solvers.triton import slopes as of_units
 from spartan.solvers.triton import spread, units, weights
 from spartan.solvers.triton.launch import DTYPES
@@ -197,8 +197,11 @@ class BlockSolver(TritonSolver):
         key = "through_mask", form.learned, add, ranks.data_ptr(), *kinds.values()
         self.pull_back(form, key, launch_pull, launch_turn, to_grads, floats)
 
-    def along(self, form: Form, grads: Grads) -> None:
-        """What lies along θ outside A, in place."""
+    def where(self, form: Form, grads: Grads) -> None:
+        """Factors on A, on B∖A and on the rest, or what lies along θ outside A, in place."""
+        if not isinstance(form.back, Along):
+            super().where(form, grads)
+            return
         x, p, reading = self.kernels, self.ranked, self.reading(form)
         assert reading is not None
         given = self._u, reading.ranks, reading.masks, p.table, p.segments, *self._grids

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags, Grads
-from spartan.solvers.forms import KEPT, VJP, Along, Form, Mask, Shifted, Stored, Where
+from spartan.solvers.forms import KEPT, VJP, Form, Mask, Shifted, Stored, Where
 from spartan.solvers.triton import gradient, powers, ratios, weights
 from spartan.solvers.triton.reading import FormReader, Reading
 from spartan.solvers.triton.tables import Addresses, Numbers
@@ -63,12 +63,10 @@ class KernelGradients(FormReader):
                 self.through_shift(shifted, form, turned)
         elif form.back is VJP.THROUGH:
             self.through_mask(form, turned)
-        elif isinstance(form.back, Along):
-            self.along(form, turned)
         else:
             with x.replay.as_one():
                 self.teach(form, turned)
-                if form.back.everywhere:
+                if isinstance(form.back, Where) and form.back.everywhere:
                     self._times_slope(turned)
                 else:
                     self.where(form, turned)
@@ -156,10 +154,6 @@ class KernelGradients(FormReader):
             self.replay_turn(form, key, launch)
         else:
             x.replay(key, launch)
-
-    def along(self, form: Form, grads: Grads) -> None:
-        """What lies along θ outside A, in place: of units of several weights only."""
-        raise NotImplementedError
 
     def _times_slope(self, grads: Grads) -> None:
         """Gradients for ψ into gradients for θ, in place."""
