@@ -151,16 +151,15 @@ def test_a_sweep_over_methods(tmp_path: Path) -> None:
     ]
     assert [job.note for job in jobs] == [
         "",
-        "method topkast in place of spartan, without its method_args {beta: [1, 10]}, warmup 0.2, finetune 0.2",
+        "method topkast in place of spartan, without its method_args {beta: [1, 10]}, warmup 0.2",
     ]
 
 
 def test_the_output_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     recipe, runs = tmp_path / "mine.yaml", tmp_path / "runs"
-    recipe.write_text(
-        to_yaml(load_recipe("digits", ["epochs=1", "method=spartan", "method_args={beta: [1, 5]}", "warmup=0.3"]))
-    )
+    sets = ["method=spartan", "method_args={beta: [1, 5]}"]
+    recipe.write_text(to_yaml(load_recipe("digits", [*sets, "epochs=1", "warmup=0.3"])))
     says = "method imp in place of spartan, without its method_args {beta: [1, 5]}, warmup 0.3"
 
     def invoke(*arguments: str) -> Any:
