@@ -19,6 +19,7 @@ from spartan.inference.gpu.few import MOST_TOKENS, ScatterKernel, ScatterLinear,
 from spartan.inference.gpu.gathers import GatherKernel, GatherLinear
 from spartan.inference.gpu.linear import DeviceLinear, Launch, SemiStructuredLinear, TileLinear, two_of_four
 from spartan.inference.gpu.singles import SingleKernel, SingleLinear
+from spartan.inference.gpu.spread import SpreadKernel, SpreadLinear
 from spartan.inference.gpu.tiles import Tiling, blocks_of, plan
 from spartan.inference.runtime import DenseLinear
 
@@ -48,6 +49,7 @@ SPLITS, FEW_ZEROS = (1, 2, 4, 8), 0.8
 BLOCKS = [BlockKernel(*case) for case in ((1, 16, 4), (1, 8, 8), (1, 8, 2), (2, 16, 4), (2, 8, 4), (2, 4, 8))]
 SINGLES = [SingleKernel(1, 32, 4), SingleKernel(1, 16, 4), SingleKernel(1, 12, 3), SingleKernel(2, 8, 4)]
 GATHERS = [GatherKernel(4, 8, 1, 1), GatherKernel(4, 4, 1, 1), GatherKernel(8, 2, 2, 1)]
+SPREADS = [SpreadKernel(warps, splits) for warps in (16, 8) for splits in (1, 2, 4)]
 # Rates for `estimate`, in bytes and multiplications a second, of one H200: they only decide which tilings are timed.
 _FROM_L2, _TO_MEMORY, _PRODUCTS, _STEP = 5.5e12, 4e12, 3e14, 3e-12
 
@@ -63,7 +65,7 @@ class TileKernel:
         return f"tiles {self.tiling}, {self.launch}"
 
 
-CudaKernel = BlockKernel | SingleKernel | GatherKernel
+CudaKernel = BlockKernel | SingleKernel | GatherKernel | SpreadKernel
 DeviceKernel = TileKernel | ScatterKernel | SplitTileKernel | CudaKernel
 
 
@@ -148,7 +150,7 @@ def cuda_kernels(weight: Tensor, height: int, tokens: int) -> list[CudaKernel]:
         return []
     if tokens == 1:
         return [*SINGLES] if inputs <= singles.MOST_INPUTS else []
-    return [*GATHERS] if inputs <= gathers.MOST_INPUTS else []
+    return [*SPREADS, *GATHERS] if inputs <= gathers.MOST_INPUTS else [*SPREADS]
 
 
 def build(layer: DenseLinear, kernel: DeviceKernel | str) -> DeviceLinear:
@@ -159,6 +161,8 @@ def build(layer: DenseLinear, kernel: DeviceKernel | str) -> DeviceLinear:
         return SingleLinear(layer.weight, layer.bias, kernel, layer.activation)
     if isinstance(kernel, GatherKernel):
         return GatherLinear(layer.weight, layer.bias, kernel, layer.activation)
+    if isinstance(kernel, SpreadKernel):
+        return SpreadLinear(layer.weight, layer.bias, kernel, layer.activation)
     if isinstance(kernel, ScatterKernel):
         return ScatterLinear(layer.weight, layer.bias, kernel, layer.activation)
     if isinstance(kernel, SplitTileKernel):
