@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spartan.inference.cpu.ops import ACTIVATIONS
-from spartan.inference.gpu import blocks, choice, gathers, nvrtc, singles, spread
+from spartan.inference.gpu import blocks, choice, gathers, linear, nvrtc, singles, spread
 from spartan.inference.gpu.blocks import BlockKernel, BlockLinear, pack_blocks, unpack_blocks
 from spartan.inference.gpu.gathers import GatherKernel, GatherLinear, pack_gathers, unpack_gathers
 from spartan.inference.gpu.linear import DeviceLinear
@@ -104,8 +104,8 @@ def emulator(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Emulated.folder = folder
     monkeypatch.setattr(nvrtc, "Function", Emulated)
     monkeypatch.setattr(nvrtc, "available", lambda device: True)
-    monkeypatch.setattr(nvrtc, "is_here", lambda device: True)
-    monkeypatch.setattr(nvrtc.linear, "on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(linear, "is_here", lambda device: True)
+    monkeypatch.setattr(linear, "on", lambda device: contextlib.nullcontext())
     for module in (blocks, singles, gathers, spread):
         for cached in ("_few", "_many", "_function"):
             if hasattr(module, cached):

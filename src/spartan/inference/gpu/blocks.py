@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from spartan.inference.cpu.ops import linear_torch
 from spartan.inference.gpu import nvrtc
+from spartan.inference.gpu.driver import Prepared
 from spartan.inference.gpu.few import MOST_TOKENS
 
 _LAYOUT = struct.Struct("6Qq4i")
@@ -114,7 +115,7 @@ def _many(
     return nvrtc.Function("resident", "resident_linear", _LAYOUT, macros, device, 32 * warps, shared)
 
 
-def _prepare(x: Tensor, aligned: bool, buffers: list[Tensor], sizes: list[int], activation: str) -> nvrtc.Launch:
+def _prepare(x: Tensor, aligned: bool, buffers: list[Tensor], sizes: list[int], activation: str) -> Prepared:
     strips, device, half = buffers[2].shape[0] - 1, x.device.index, x.dtype == torch.float16
     outputs, rows, warps, unroll, held, many_warps, ahead = sizes
     tokens, inputs = x.shape
@@ -137,8 +138,9 @@ def run_blocks(x: Tensor, buffers: list[Tensor], sizes: list[int], activation: s
         activation: a key of `spartan.inference.cpu.ops.ACTIVATIONS`.
     """
     if not nvrtc.runs_on(x):
-        dense = unpack_blocks(PackedBlocks(*buffers[:3], (sizes[0], x.shape[-1])))
-        return linear_torch(x, dense, buffers[3], activation)
+        weight, columns, starts, bias = buffers
+        dense = unpack_blocks(PackedBlocks(weight, columns, starts, (sizes[0], x.shape[-1])))
+        return linear_torch(x, dense, bias, activation)
     return nvrtc.run(_prepare, x, buffers, sizes, activation)
 
 

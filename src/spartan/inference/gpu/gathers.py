@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from spartan.inference.cpu.ops import linear_torch
 from spartan.inference.gpu import nvrtc
+from spartan.inference.gpu.driver import Prepared
 
 _ROWS, _STEPS = 16, 8
 _LAYOUT = struct.Struct("7Qq4i")
@@ -130,7 +131,7 @@ def _function(
     return nvrtc.Function("few_gather", "gather_linear", _LAYOUT, macros, device, threads, shared, windows)
 
 
-def _prepare(x: Tensor, aligned: bool, buffers: list[Tensor], sizes: list[int], activation: str) -> nvrtc.Launch:
+def _prepare(x: Tensor, aligned: bool, buffers: list[Tensor], sizes: list[int], activation: str) -> Prepared:
     spots = buffers[3]
     outputs, *kernel = sizes
     tokens, inputs = x.shape
@@ -150,8 +151,9 @@ def run_gathers(x: Tensor, buffers: list[Tensor], sizes: list[int], activation: 
         activation: a key of `spartan.inference.cpu.ops.ACTIVATIONS`.
     """
     if not nvrtc.runs_on(x):
-        dense = unpack_gathers(PackedGathers(*buffers[:4], (sizes[0], x.shape[-1])), sizes[-1])
-        return linear_torch(x, dense, buffers[4], activation)
+        values, places, starts, spots, bias = buffers
+        dense = unpack_gathers(PackedGathers(values, places, starts, spots, (sizes[0], x.shape[-1])), sizes[-1])
+        return linear_torch(x, dense, bias, activation)
     return nvrtc.run(_prepare, x, buffers, sizes, activation)
 
 

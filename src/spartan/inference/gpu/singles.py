@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from spartan.inference.cpu.ops import linear_torch
 from spartan.inference.gpu import nvrtc
+from spartan.inference.gpu.driver import Prepared
 
 _LANES, _SLOTS, _LONGEST = 32, 8, 255
 _LAYOUT = struct.Struct("8Qq4i")
@@ -125,7 +126,7 @@ def _function(
     return nvrtc.Function("few_singles", "single_linear", _LAYOUT, macros, device, threads, (inputs + 1 + threads) * 4)
 
 
-def _prepare(x: Tensor, aligned: bool, buffers: list[Tensor], sizes: list[int], activation: str) -> nvrtc.Launch:
+def _prepare(x: Tensor, aligned: bool, buffers: list[Tensor], sizes: list[int], activation: str) -> Prepared:
     rows = buffers[4]
     outputs, groups, shares, ahead = sizes
     tokens, inputs = x.shape
@@ -145,8 +146,9 @@ def run_singles(x: Tensor, buffers: list[Tensor], sizes: list[int], activation: 
         activation: a key of `spartan.inference.cpu.ops.ACTIVATIONS`.
     """
     if not nvrtc.runs_on(x):
-        dense = unpack_singles(PackedSingles(*buffers[:5], (sizes[0], x.shape[-1])))
-        return linear_torch(x, dense, buffers[5], activation)
+        values, gaps, bases, starts, rows, bias = buffers
+        dense = unpack_singles(PackedSingles(values, gaps, bases, starts, rows, (sizes[0], x.shape[-1])))
+        return linear_torch(x, dense, bias, activation)
     return nvrtc.run(_prepare, x, buffers, sizes, activation)
 
 

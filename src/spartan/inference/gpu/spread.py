@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from spartan.inference.cpu.ops import linear_torch
 from spartan.inference.gpu import nvrtc
+from spartan.inference.gpu.driver import Prepared
 
 _SIDE, _LANES, _BITS, _BANKS = 64, 32, 12, 32
 _LAYOUT = struct.Struct("7Qq4i")
@@ -160,7 +161,7 @@ def _function(
     return nvrtc.Function("few_spread", "spread_linear", _LAYOUT, macros, device, 32 * warps, warps * region, splits)
 
 
-def _prepare(x: Tensor, aligned: bool, buffers: list[Tensor], sizes: list[int], activation: str) -> nvrtc.Launch:
+def _prepare(x: Tensor, aligned: bool, buffers: list[Tensor], sizes: list[int], activation: str) -> Prepared:
     values, _, _, starts, _ = buffers
     outputs, *kernel = sizes
     tokens, inputs = x.shape
@@ -181,8 +182,9 @@ def run_spread(x: Tensor, buffers: list[Tensor], sizes: list[int], activation: s
         activation: a key of `spartan.inference.cpu.ops.ACTIVATIONS`.
     """
     if not nvrtc.runs_on(x):
-        dense = unpack_spread(PackedSpread(*buffers[:4], (sizes[0], x.shape[-1])))
-        return linear_torch(x, dense, buffers[4], activation)
+        values, places, columns, starts, bias = buffers
+        dense = unpack_spread(PackedSpread(values, places, columns, starts, (sizes[0], x.shape[-1])))
+        return linear_torch(x, dense, bias, activation)
     return nvrtc.run(_prepare, x, buffers, sizes, activation)
 
 
