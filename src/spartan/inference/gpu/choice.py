@@ -49,7 +49,7 @@ SPLITS, FEW_ZEROS = (1, 2, 4, 8), 0.8
 BLOCKS = [BlockKernel(*case) for case in ((1, 16, 4), (1, 8, 8), (1, 8, 2), (2, 16, 4), (2, 8, 4), (2, 4, 8))]
 SINGLES = [SingleKernel(1, 32, 4), SingleKernel(1, 16, 4), SingleKernel(1, 12, 3), SingleKernel(2, 8, 4)]
 GATHERS = [GatherKernel(4, 8, 1, 1), GatherKernel(4, 4, 1, 1), GatherKernel(8, 2, 2, 1)]
-SPREADS = [SpreadKernel(warps, splits) for warps in (16, 8) for splits in (1, 2, 4)]
+SPREADS = [SpreadKernel(*case) for case in ((2, 8, 4, 3), (4, 4, 3, 3), (4, 4, 8, 3), (2, 4, 3, 3), (1, 16, 2, 3))]
 # Rates for `estimate`, in bytes and multiplications a second, of one H200: they only decide which tilings are timed.
 _FROM_L2, _TO_MEMORY, _PRODUCTS, _STEP = 5.5e12, 4e12, 3e14, 3e-12
 
@@ -130,8 +130,10 @@ def tile_kernels(tilings: Sequence[Tiling], launches: Sequence[Launch], size: in
 def resident_kernels(inputs: int, kernels: Sequence[BlockKernel]) -> list[BlockKernel]:
     """Kernels on blocks for many tokens: as many of these as shared memory holds."""
     most = max((n for n in (16, 32, 64, 128) if held_bytes(inputs, n) <= nvrtc.MOST_SHARED), default=0)
+    narrow = [(most, 12), (most, 16), (most // 2, 8)]  # tokens and warps, where a strip is 16 outputs: sums in registers
+    cases = [(1, *case) for case in narrow] + [(2, most, 8), (2, most // 2, 8)]
     rows = {kernel.rows for kernel in kernels}
-    return [BlockKernel(r, 8, 4, n, 8, 4 // r) for r in rows for n in (most, most // 2) if n >= 16]
+    return [BlockKernel(r, 8, 4, n, warps, 4 // r) for r, n, warps in cases if r in rows and n >= 16]
 
 
 def few_kernels(weight: Tensor, tilings: Sequence[Tiling]) -> list[ScatterKernel | SplitTileKernel]:

@@ -56,8 +56,8 @@ def _parameters(ptx: str) -> list[tuple[str, int, int]]:
     ]
 
 
-def _packed(arguments: Sequence[Any], made: Any) -> tuple[bytes, list[int]]:
-    """The arguments as the kernel takes them, and where each begins."""
+def _packed(arguments: Sequence[Any], made: Any) -> tuple[bytes, list[int], list[int]]:
+    """The arguments as the kernel takes them, where each begins, and which of these are the first of each given one."""
     about: list[dict[str, Any]] = list(made.metadata.tensordesc_meta or [])
     values: list[int | bytes] = []
     firsts: list[int] = []
@@ -86,7 +86,7 @@ def _packed(arguments: Sequence[Any], made: Any) -> tuple[bytes, list[int]]:
         packed += bytes(-len(packed) % alignment)
         begins.append(len(packed))
         packed += bits
-    return packed, [begins[first] for first in firsts]
+    return packed, begins, firsts
 
 
 def launch_of(
@@ -102,7 +102,7 @@ def launch_of(
         device: the CUDA device's index.
     """
     try:
-        packed, begins = _packed(arguments, made)
+        packed, begins, firsts = _packed(arguments, made)
         threads = _THREADS.search(made.asm["ptx"])
         if threads is None or made.metadata.num_ctas != 1 or made.metadata.launch_cooperative_grid:
             return None
@@ -113,7 +113,8 @@ def launch_of(
             int(threads[1]),
             made.metadata.shared,
             packed,
-            (begins[inputs], begins[outputs]),
+            begins,
+            (begins[firsts[inputs]], begins[firsts[outputs]]),
             device,
             described=(kinds[0], kinds[1]),
         )

@@ -6,11 +6,11 @@ Libraries are looked up at the first use; without them `libraries` is None.
 import ctypes
 import functools
 import threading
+from collections.abc import Sequence
 
 import torch
 
 _CLUSTER, _EARLY = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, …_PROGRAMMATIC_STREAM_SERIALIZATION
-_BUFFER, _SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, …_SIZE
 _ALIGNMENT = 64  # of what the arguments are packed into: descriptors want it
 
 
@@ -59,8 +59,9 @@ class Prepared:
         grid: blocks of threads, along two sides.
         threads: of a block.
         shared: bytes of dynamic shared memory.
-        packed: the arguments, as the kernel is given them.
-        places: where in `packed` the address of the inputs goes, and that of the outputs; a multiple of 8.
+        packed: the arguments, one after the other.
+        begins: where in `packed` each of them begins.
+        places: where in `packed` the address of the inputs goes, and that of the outputs.
         device: the CUDA device's index.
         cluster: blocks of a cluster, along the grid's first side.
         early: whether it may begin before the kernel ahead of it is done.
@@ -74,6 +75,7 @@ class Prepared:
         threads: int,
         shared: int,
         packed: bytes,
+        begins: Sequence[int],
         places: tuple[int, int],
         device: int,
         *,
@@ -86,15 +88,14 @@ class Prepared:
         self._memory = ctypes.create_string_buffer(len(packed) + _ALIGNMENT)
         begin = -(-ctypes.addressof(self._memory) // _ALIGNMENT) * _ALIGNMENT
         ctypes.memmove(begin, packed, len(packed))
-        size = ctypes.c_size_t(len(packed))
-        self._extra = (ctypes.c_void_p * 5)(_BUFFER, begin, _SIZE, ctypes.addressof(size), 0)
+        self._arguments = (ctypes.c_void_p * len(begins))(*(begin + at for at in begins))
         wanted = [_Attribute(_EARLY, 0, (1,))] * early + [_Attribute(_CLUSTER, 0, (cluster, 1, 1))] * (cluster > 1)
         self._attributes = (_Attribute * len(wanted))(*wanted)
         self._config = _Config((*grid, 1), (threads, 1, 1), shared, None, self._attributes, len(wanted))
-        self._given = (ctypes.byref(self._config), ctypes.c_void_p(function), None, self._extra)
+        self._given = (ctypes.byref(self._config), ctypes.c_void_p(function), self._arguments, None)
         self._addresses = [ctypes.c_uint64.from_address(begin + place) for place in places]
         self._descriptors = [ctypes.c_void_p(begin + place) for place in places]
-        self._described, self._size, self._device = described, size, device
+        self._described, self._device = described, device
         self._launch, self._replace = found[1].cuLaunchKernelEx, found[1].cuTensorMapReplaceAddress
         self._stream, self._lock = torch._C._cuda_getCurrentRawStream, threading.Lock()
 

@@ -6,10 +6,11 @@
 // times more than they must, and still have time to spare: to fetch the tokens' inputs one by one for every weight, as
 // few_singles.cu does, takes 16 times as many bytes from shared memory as 16 tokens and the tile take together.
 //
-// A block of threads takes a strip of 64 outputs, one of SPLITS shares of its steps, and TILES·8 tokens; its WARPS take the steps
-// in turn, AHEAD of them being on their way. The shares of a strip are a cluster, whose sums are added up in its order.
+// A block of threads takes GROUPS strips of 64 outputs, one of SPLITS shares of their steps, and TILES·8 tokens. SHARES warps take
+// a strip's steps in turn, AHEAD of them being on their way; what one strip's warps have read of the tokens the others find in
+// the L1 cache. The blocks with the shares of the same strips are a cluster, whose sums are added up in its order.
 
-constexpr int THREADS = 32 * WARPS, R = 64, TOKENS = TILES * 8, VALUES = SLOTS / 2, PLACES = (SLOTS * 12 + 31) / 32;
+constexpr int WARPS = GROUPS * SHARES, THREADS = 32 * WARPS, R = 64, TOKENS = TILES * 8, VALUES = SLOTS / 2, PLACES = (SLOTS * 12 + 31) / 32;
 static_assert(AHEAD > 1, "the next step is on its way while one is taken");
 constexpr int PITCH = R + 4;  // of a token's sums, for the banks' sake
 constexpr int REGION = TOKENS * PITCH * 4 > 8192 ? TOKENS * PITCH * 4 : 8192;  // a warp's tile, and later its sums
@@ -26,25 +27,23 @@ struct SpreadArguments {
     int tokens, inputs, outputs, unused;
 };
 
-// Of 64 inputs, 16 neighbours for each lane: the second operands of four products. The tile's places follow suit.
+// Of 64 inputs, twice eight neighbours for each lane: the second operands of four products. The tile's places follow suit.
 INLINE void tokens_of(const SpreadArguments& p, int first, int column, u32 (&w)[TILES][8]) {
     const int lane = threadIdx.x % 32;
-    column += lane % 4 * 16;
+    column += lane % 4 * 8;
     #pragma unroll
     for (int n = 0; n < TILES; n++) {
         const int token = first + n * 8 + lane / 4;
         const u16* from = p.x + token * p.stride;
 #if ALIGNED
         uint4 a = make_uint4(0, 0, 0, 0), b = a;
-        if (token < p.tokens && column < p.inputs) {
-            a = *reinterpret_cast<const uint4*>(from + column);
-            b = *reinterpret_cast<const uint4*>(from + column + 8);
-        }
+        if (token < p.tokens && column < p.inputs) a = *reinterpret_cast<const uint4*>(from + column);
+        if (token < p.tokens && column + 32 < p.inputs) b = *reinterpret_cast<const uint4*>(from + column + 32);
         w[n][0] = a.x, w[n][1] = a.y, w[n][2] = a.z, w[n][3] = a.w;
         w[n][4] = b.x, w[n][5] = b.y, w[n][6] = b.z, w[n][7] = b.w;
 #else
         #pragma unroll
-        for (int i = 0; i < 8; i++) w[n][i] = token < p.tokens ? two_inputs(from, column + 2 * i, p.inputs) : 0;
+        for (int i = 0; i < 8; i++) w[n][i] = token < p.tokens ? two_inputs(from, column + 2 * i + i / 4 * 24, p.inputs) : 0;
 #endif
     }
 }
@@ -55,18 +54,24 @@ INLINE u32 place(const u32 (&q)[PLACES], int i) {
     return (bit > 20 ? __funnelshift_r(q[word], q[(word + 1) % PLACES], bit) : q[word] >> bit) & 4095;
 }
 
-INLINE void finish(const SpreadArguments& p, int first, int strip, int i, float z) {
-    const int out = strip * R + i % R, token = first + i / R;
+// Of a block's sums number i, in the region of its group's first warp.
+INLINE float* sum_at(float* all, int i) {
+    return all + i / (TOKENS * R) * SHARES * (REGION / 4) + i / R % TOKENS * PITCH + i % R;
+}
+
+INLINE void finish(const SpreadArguments& p, int first, int i, float z) {
+    const int strip = blockIdx.x / SPLITS * GROUPS + i / (TOKENS * R), out = strip * R + i % R, token = first + i / R % TOKENS;
     if (out < p.outputs && token < p.tokens) p.y[i64(token) * p.outputs + out] = rounded(activate(z + p.bias[out]));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, WARPS * TILES > 16 ? 1 : 16 / WARPS) spread_linear(const SpreadArguments p) {
     SHARED_MEMORY(memory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int strip = blockIdx.x / SPLITS, first = blockIdx.y * TOKENS;
+    const int group = warp / SHARES, strip = blockIdx.x / SPLITS * GROUPS + group, split = blockIdx.x % SPLITS;
+    const int first = blockIdx.y * TOKENS;
     u16* tile = reinterpret_cast<u16*>(memory + warp * REGION);
-    int step = p.starts[blockIdx.x] + warp;
-    const int end = p.starts[blockIdx.x + 1];
+    int step = p.starts[strip * SPLITS + split] + warp % SHARES;
+    const int end = p.starts[strip * SPLITS + split + 1];
     let_next_begin();
     u32 v[AHEAD][VALUES], q[AHEAD][PLACES];
     int column[AHEAD];
@@ -83,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS * TILES > 16 ? 1 : 1
         for (int i = 0; i < SLOTS; i++) tile[place(q[a], i)] = u16(i % 2 ? v[a][i / 2] >> 16 : v[a][i / 2]);
     };
     #pragma unroll
-    for (int a = 0; a < AHEAD; a++) load(a, step + a * WARPS);
+    for (int a = 0; a < AHEAD; a++) load(a, step + a * SHARES);
     #pragma unroll
     for (int i = 0; i < 16; i++) reinterpret_cast<uint4*>(tile)[i * 32 + lane] = make_uint4(0, 0, 0, 0);
     float c[4][TILES][4] = {};
@@ -106,13 +111,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS * TILES > 16 ? 1 : 1
                     for (int n = 0; n < TILES; n++) multiply(c[r][n], part, make_uint2(w[n][2 * j], w[n][2 * j + 1]));
                 }
             }
-            step += WARPS;
+            step += SHARES;
             const int next = (a + 1) % AHEAD;
             if (step < end) tokens_of(p, first, column[next], w);
             __syncwarp();
             #pragma unroll
             for (int i = 0; i < SLOTS; i++) tile[place(q[a], i)] = 0;
-            load(a, step + (AHEAD - 1) * WARPS);
+            load(a, step + (AHEAD - 1) * SHARES);
             __syncwarp();
             if (step < end) spread(next);
         }
@@ -130,23 +135,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS * TILES > 16 ? 1 : 1
     }
     __syncthreads();
     float* all = reinterpret_cast<float*>(memory);
-    for (int i = threadIdx.x; i < TOKENS * R; i += THREADS) {
+    for (int i = threadIdx.x; i < GROUPS * TOKENS * R; i += THREADS) {
+        float* at = sum_at(all, i);
         float total = 0.f;
         #pragma unroll
-        for (int k = 0; k < WARPS; k++) total += all[k * (REGION / 4) + i / R * PITCH + i % R];
+        for (int k = 0; k < SHARES; k++) total += at[k * (REGION / 4)];
 #if SPLITS == 1
-        finish(p, first, strip, i, total);
+        finish(p, first, i, total);
 #else
-        all[i / R * PITCH + i % R] = total;
+        *at = total;
 #endif
     }
 #if SPLITS > 1
     meet();
-    for (int i = blockIdx.x % SPLITS * THREADS + threadIdx.x; i < TOKENS * R; i += SPLITS * THREADS) {
+    for (int i = split * THREADS + threadIdx.x; i < GROUPS * TOKENS * R; i += SPLITS * THREADS) {
         float total = 0.f;
         #pragma unroll
-        for (int k = 0; k < SPLITS; k++) total += of_other(all + i / R * PITCH + i % R, k);
-        finish(p, first, strip, i, total);
+        for (int k = 0; k < SPLITS; k++) total += of_other(sum_at(all, i), k);
+        finish(p, first, i, total);
     }
     meet();
 #endif

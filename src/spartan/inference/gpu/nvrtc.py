@@ -96,6 +96,7 @@ class Function:
             self._threads,
             self._shared,
             self._layout.pack(*arguments),
+            (0,),
             (0, 8 * output),
             self._device,
             cluster=self._cluster,

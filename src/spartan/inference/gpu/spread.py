@@ -28,12 +28,13 @@ _STEP = 16
 class SpreadKernel:
     """How single weights are shared out."""
 
-    warps: int  # of a strip of 64 outputs; with more than 16 tokens 8 at most
-    splits: int  # blocks of threads that share a strip's steps
+    groups: int  # strips of 64 outputs that a block of threads takes
+    shares: int  # warps of a strip there; with more than 16 tokens a block has 8 at most
+    splits: int  # blocks of threads that share the strips' steps
     ahead: int = 2  # steps that a warp has on their way
 
     def __str__(self) -> str:
-        return f"spread, {self.warps} warps, {self.splits} splits, {self.ahead} ahead"
+        return f"spread, {self.groups} groups, {self.shares} shares, {self.splits} splits, {self.ahead} ahead"
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class PackedSpread:
 
 def _place(row: Tensor, column: Tensor) -> Tensor:
     """The place in its tile of an output and an input below 64: product, tile of 16 rows, lane, half of the rows, …"""
-    lane = row % 8 * 4 + column // 16
+    lane = row % 8 * 4 + column % 32 // 8
     register = row // 8 % 2 + column // 2 % 2 * 2
-    return ((column // 4 % 4 * 4 + row // 16) * 32 + lane) * 8 + register * 2 + column % 2
+    return ((column // 32 * 8 + column // 4 % 2 * 4 + row // 16) * 32 + lane) * 8 + register * 2 + column % 2
 
 
 @functools.cache
@@ -73,17 +74,17 @@ def _words(slots: int) -> int:
     return -(-slots * _BITS // 32)
 
 
-def pack_spread(weight: Tensor, splits: int) -> PackedSpread:
+def pack_spread(weight: Tensor, groups: int, splits: int) -> PackedSpread:
     """Pack a dense matrix [outputs, inputs], of which the entries that are not zero are stored.
 
     Example:
-        >>> packed = pack_spread(torch.eye(100), 2)
-        >>> packed.columns.tolist(), packed.starts.tolist(), torch.equal(unpack_spread(packed), torch.eye(100))
+        >>> packed = pack_spread(torch.eye(100), 1, 2)
+        >>> packed.columns.tolist(), packed.starts.tolist(), torch.equal(unpack_spread(packed, 2), torch.eye(100))
         ([0, 1], [0, 0, 1, 1, 2], True)
     """
     weight = weight.detach()
     (outputs, inputs), device = weight.shape, weight.device
-    strips, across = -(-outputs // _SIDE), -(-inputs // _SIDE)
+    strips, across = -(-outputs // (groups * _SIDE)) * groups, -(-inputs // _SIDE)
     row, column = (weight != 0).nonzero(as_tuple=True)  # NaN counts: it is not zero
     cell, place = row // _SIDE * across + column // _SIDE, _place(row % _SIDE, column % _SIDE)
     counts = torch.bincount(cell, minlength=strips * across)
@@ -127,12 +128,12 @@ def pack_spread(weight: Tensor, splits: int) -> PackedSpread:
     return PackedSpread(held, places.contiguous(), columns.int(), starts.int(), (outputs, inputs))
 
 
-def unpack_spread(packed: PackedSpread) -> Tensor:
-    """The dense matrix that was packed."""
+def unpack_spread(packed: PackedSpread, splits: int) -> Tensor:
+    """The dense matrix that was packed for so many splits."""
     (outputs, inputs), counts, slots = packed.shape, packed.starts.diff().long(), 2 * packed.values.shape[1]
     across, used, device = -(-inputs // _SIDE), int(packed.starts[-1]), packed.values.device
-    strips = -(-outputs // _SIDE)
-    strip = torch.repeat_interleave(torch.arange(len(counts), device=device) // max(1, len(counts) // strips), counts)
+    strips = len(counts) // splits
+    strip = torch.repeat_interleave(torch.arange(len(counts), device=device) // splits, counts)
     words = F.pad(packed.places[:used].long() & 0xFFFFFFFF, (0, 0, 0, 1))
     places = []
     for i in range(slots):
@@ -152,24 +153,25 @@ def _function(
     device: int, half: bool, aligned: bool, act: str, tokens: int, slots: int, kernel: tuple[int, ...]
 ) -> nvrtc.Function:
     """The kernel for a block of threads of so many tokens: 8, 16 or 32."""
-    warps, splits, ahead = kernel
+    groups, shares, splits, ahead = kernel
     if tokens > 16:
-        warps = min(warps, 8)
-    macros = nvrtc.macros_of(half, aligned, act) | {"TILES": tokens // 8, "WARPS": warps, "SPLITS": splits}
-    macros |= {"SLOTS": slots, "AHEAD": ahead}
-    region = max(_SIDE * _SIDE * 2, tokens * (_SIDE + 4) * 4)
+        shares = max(1, min(shares, 8 // groups))
+    macros = nvrtc.macros_of(half, aligned, act) | {"TILES": tokens // 8, "GROUPS": groups, "SHARES": shares}
+    macros |= {"SPLITS": splits, "SLOTS": slots, "AHEAD": ahead}
+    region, warps = max(_SIDE * _SIDE * 2, tokens * (_SIDE + 4) * 4), groups * shares
     return nvrtc.Function("few_spread", "spread_linear", _LAYOUT, macros, device, 32 * warps, warps * region, splits)
 
 
 def _prepare(x: Tensor, aligned: bool, buffers: list[Tensor], sizes: list[int], activation: str) -> Prepared:
     values, _, _, starts, _ = buffers
     outputs, *kernel = sizes
+    groups = kernel[0]
     tokens, inputs = x.shape
     each = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
     half = x.dtype == torch.float16
     function = _function(x.device.index, half, aligned, activation, each, 2 * values.shape[1], tuple(kernel))
     arguments = (0, *(t.data_ptr() for t in buffers), 0, x.stride(0), tokens, inputs, outputs, 0)
-    return function.prepare((starts.shape[0] - 1, -(-tokens // each)), arguments, 6)
+    return function.prepare(((starts.shape[0] - 1) // groups, -(-tokens // each)), arguments, 6)
 
 
 def run_spread(x: Tensor, buffers: list[Tensor], sizes: list[int], activation: str) -> Tensor:
@@ -183,7 +185,7 @@ def run_spread(x: Tensor, buffers: list[Tensor], sizes: list[int], activation: s
     """
     if not nvrtc.runs_on(x):
         values, places, columns, starts, bias = buffers
-        dense = unpack_spread(PackedSpread(values, places, columns, starts, (sizes[0], x.shape[-1])))
+        dense = unpack_spread(PackedSpread(values, places, columns, starts, (sizes[0], x.shape[-1])), sizes[3])
         return linear_torch(x, dense, bias, activation)
     return nvrtc.run(_prepare, x, buffers, sizes, activation)
 
@@ -204,7 +206,7 @@ class SpreadLinear(nvrtc.CudaLinear):
 
     Example:
         >>> layer = spartan.prune(torch.nn.Linear(64, 96), 0.9)
-        >>> fast = SpreadLinear(layer.weight, layer.bias, SpreadKernel(8, 1))
+        >>> fast = SpreadLinear(layer.weight, layer.bias, SpreadKernel(1, 8, 1))
         >>> x = torch.randn(3, 64)
         >>> bool(torch.allclose(fast(x), layer(x), atol=1e-5))
         True
@@ -215,7 +217,7 @@ class SpreadLinear(nvrtc.CudaLinear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernel: SpreadKernel, activation: str = "none") -> None:
         super().__init__(weight, bias, activation)
-        packed = pack_spread(weight, kernel.splits)
+        packed = pack_spread(weight, kernel.groups, kernel.splits)
         self.values, self.places = nn.Buffer(packed.values), nn.Buffer(packed.places)
         self.columns, self.starts = nn.Buffer(packed.columns), nn.Buffer(packed.starts)
         self.bias, self.kernel, self._sizes = self.bias.float(), str(kernel), [self.outputs, *astuple(kernel)]
@@ -225,4 +227,4 @@ class SpreadLinear(nvrtc.CudaLinear):
     def weight(self) -> Tensor:  # type: ignore[override]
         """The dense weight, for code that asks a linear layer for it; made on every access."""
         packed = PackedSpread(self.values, self.places, self.columns, self.starts, (self.outputs, self.inputs))
-        return unpack_spread(packed)
+        return unpack_spread(packed, self._sizes[3])
