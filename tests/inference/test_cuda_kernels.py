@@ -45,8 +45,8 @@ KERNELS: list[choice.CudaKernel] = [
     SingleKernel(2, 2, 4),
     GatherKernel(1, 2, 1, 1),
     GatherKernel(2, 3, 2, 2),
-    SpreadKernel(1, 2, 1),
-    SpreadKernel(2, 1, 2, 3),
+    SpreadKernel(4, 2, 1, 2),
+    SpreadKernel(3, 1, 2),
 ]
 SIZES = [(1, 1, 1), (1, 131, 70), (3, 67, 90), (17, 48, 20), (70, 96, 33)]  # tokens, inputs, outputs
 
@@ -211,8 +211,8 @@ def test_packing(outputs: int, inputs: int, density: float) -> None:
         for windows in (1, 3):
             packed = pack_gathers(weight, GatherKernel(2, shares, 1, windows))
             assert torch.equal(unpack_gathers(packed, windows), weight)
-    for groups, splits in ((1, 1), (2, 3), (3, 2)):
-        assert torch.equal(unpack_spread(pack_spread(weight, groups, splits), splits), weight)
+    for rows, splits in ((1, 1), (3, 3), (4, 2)):
+        assert torch.equal(unpack_spread(pack_spread(weight, rows, splits), rows), weight)
 
 
 def test_bytes_of_single_weights() -> None:
@@ -221,7 +221,7 @@ def test_bytes_of_single_weights() -> None:
     for layer, most in (
         (SingleLinear(weight, None, SingleKernel(1, 16, 4)), 3.3),
         (GatherLinear(weight, None, GatherKernel(4, 4, 1, 1)), 4.4),
-        (SpreadLinear(weight, None, SpreadKernel(1, 8, 1)), 4.4),
+        (SpreadLinear(weight, None, SpreadKernel(4, 8, 1)), 4.4),
     ):
         stored = sum(buffer.nbytes for name, buffer in layer.named_buffers() if name != "bias")
         assert stored < most * kept

@@ -49,7 +49,10 @@ SPLITS, FEW_ZEROS = (1, 2, 4, 8), 0.8
 BLOCKS = [BlockKernel(*case) for case in ((1, 16, 4), (1, 8, 8), (1, 8, 2), (2, 16, 4), (2, 8, 4), (2, 4, 8))]
 SINGLES = [SingleKernel(1, 32, 4), SingleKernel(1, 16, 4), SingleKernel(1, 12, 3), SingleKernel(2, 8, 4)]
 GATHERS = [GatherKernel(4, 8, 1, 1), GatherKernel(4, 4, 1, 1), GatherKernel(8, 2, 2, 1)]
-SPREADS = [SpreadKernel(*case) for case in ((2, 8, 4, 3), (4, 4, 3, 3), (4, 4, 8, 3), (2, 4, 3, 3), (1, 16, 2, 3))]
+SPREADS = [
+    SpreadKernel(*case)
+    for case in ((4, 12, 2, 3), (4, 16, 2, 2), (4, 8, 1, 3), (3, 8, 1, 3), (2, 16, 1, 3), (2, 24, 1, 2))
+]
 # Rates for `estimate`, in bytes and multiplications a second, of one H200: they only decide which tilings are timed.
 _FROM_L2, _TO_MEMORY, _PRODUCTS, _STEP = 5.5e12, 4e12, 3e14, 3e-12
 
@@ -130,7 +133,11 @@ def tile_kernels(tilings: Sequence[Tiling], launches: Sequence[Launch], size: in
 def resident_kernels(inputs: int, kernels: Sequence[BlockKernel]) -> list[BlockKernel]:
     """Kernels on blocks for many tokens: as many of these as shared memory holds."""
     most = max((n for n in (16, 32, 64, 128) if held_bytes(inputs, n) <= nvrtc.MOST_SHARED), default=0)
-    narrow = [(most, 12), (most, 16), (most // 2, 8)]  # tokens and warps, where a strip is 16 outputs: sums in registers
+    narrow = [
+        (most, 12),
+        (most, 16),
+        (most // 2, 8),
+    ]  # tokens and warps, where a strip is 16 outputs: sums in registers
     cases = [(1, *case) for case in narrow] + [(2, most, 8), (2, most // 2, 8)]
     rows = {kernel.rows for kernel in kernels}
     return [BlockKernel(r, 8, 4, n, warps, 4 // r) for r, n, warps in cases if r in rows and n >= 16]

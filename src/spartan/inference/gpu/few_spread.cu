@@ -1,19 +1,18 @@
 // Multiplies a few tokens by single weights on the tensor cores, reading only those that are kept.
 //
-// A step of a warp is a tile of 64 outputs × 64 inputs. Its weights are spread over a tile of zeros in shared memory, in which
-// they lie as the lanes of the tensor cores hold them, and after the products their places are zeros again. A step has
-// 32·SLOTS places, 12 bits each; where it has fewer weights, some are put down twice. At 90% zeros the tensor cores multiply ten
-// times more than they must, and still have time to spare: to fetch the tokens' inputs one by one for every weight, as
-// few_singles.cu does, takes 16 times as many bytes from shared memory as 16 tokens and the tile take together.
+// A step of a warp is a tile of 16·ROWS outputs × 64 inputs. Its weights are spread over a tile of zeros in shared memory, in
+// which they lie as the lanes of the tensor cores hold them, and after the products their places are zeros again. A step has
+// 32·SLOTS places, 12 bits each; where it has fewer weights, one is put down several times. At 90% zeros the tensor cores
+// multiply ten times more than they must, and still have time to spare. What is short of it is shared memory: with 16 tokens,
+// to fetch their inputs for every weight would take 32 bytes for each; the tile takes 20, and two stores.
 //
-// A block of threads takes GROUPS strips of 64 outputs, one of SPLITS shares of their steps, and TILES·8 tokens. SHARES warps take
-// a strip's steps in turn, AHEAD of them being on their way; what one strip's warps have read of the tokens the others find in
-// the L1 cache. The blocks with the shares of the same strips are a cluster, whose sums are added up in its order.
+// A block of threads takes a strip of 16·ROWS outputs, one of SPLITS shares of its steps, and TILES·8 tokens; its WARPS take the
+// steps in turn, AHEAD of them being on their way. The shares of a strip are a cluster, whose sums are added up in its order.
 
-constexpr int WARPS = GROUPS * SHARES, THREADS = 32 * WARPS, R = 64, TOKENS = TILES * 8, VALUES = SLOTS / 2, PLACES = (SLOTS * 12 + 31) / 32;
+constexpr int THREADS = 32 * WARPS, R = 16 * ROWS, TOKENS = TILES * 8, VALUES = (SLOTS + 1) / 2, PLACES = (SLOTS * 12 + 31) / 32;
 static_assert(AHEAD > 1, "the next step is on its way while one is taken");
 constexpr int PITCH = R + 4;  // of a token's sums, for the banks' sake
-constexpr int REGION = TOKENS * PITCH * 4 > 8192 ? TOKENS * PITCH * 4 : 8192;  // a warp's tile, and later its sums
+constexpr int REGION = TOKENS * PITCH * 4 > R * 128 ? TOKENS * PITCH * 4 : R * 128;  // a warp's tile, and later its sums
 
 struct SpreadArguments {
     const u16* x;
@@ -54,24 +53,18 @@ INLINE u32 place(const u32 (&q)[PLACES], int i) {
     return (bit > 20 ? __funnelshift_r(q[word], q[(word + 1) % PLACES], bit) : q[word] >> bit) & 4095;
 }
 
-// Of a block's sums number i, in the region of its group's first warp.
-INLINE float* sum_at(float* all, int i) {
-    return all + i / (TOKENS * R) * SHARES * (REGION / 4) + i / R % TOKENS * PITCH + i % R;
-}
-
-INLINE void finish(const SpreadArguments& p, int first, int i, float z) {
-    const int strip = blockIdx.x / SPLITS * GROUPS + i / (TOKENS * R), out = strip * R + i % R, token = first + i / R % TOKENS;
+INLINE void finish(const SpreadArguments& p, int first, int strip, int i, float z) {
+    const int out = strip * R + i % R, token = first + i / R;
     if (out < p.outputs && token < p.tokens) p.y[i64(token) * p.outputs + out] = rounded(activate(z + p.bias[out]));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, WARPS * TILES > 16 ? 1 : 16 / WARPS) spread_linear(const SpreadArguments p) {
+extern "C" __global__ void __launch_bounds__(THREADS, TILES > 2 || WARPS > 16 ? 1 : (ROWS > 2 ? 16 : 24) / WARPS) spread_linear(const SpreadArguments p) {
     SHARED_MEMORY(memory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int group = warp / SHARES, strip = blockIdx.x / SPLITS * GROUPS + group, split = blockIdx.x % SPLITS;
-    const int first = blockIdx.y * TOKENS;
+    const int strip = blockIdx.x / SPLITS, first = blockIdx.y * TOKENS;
     u16* tile = reinterpret_cast<u16*>(memory + warp * REGION);
-    int step = p.starts[strip * SPLITS + split] + warp % SHARES;
-    const int end = p.starts[strip * SPLITS + split + 1];
+    int step = p.starts[blockIdx.x] + warp;
+    const int end = p.starts[blockIdx.x + 1];
     let_next_begin();
     u32 v[AHEAD][VALUES], q[AHEAD][PLACES];
     int column[AHEAD];
@@ -81,17 +74,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS * TILES > 16 ? 1 : 1
         for (int i = 0; i < PLACES; i++) q[a][i] = load4(p.places + (i64(at) * PLACES + i) * 32 + lane);
         #pragma unroll
         for (int i = 0; i < VALUES; i++) v[a][i] = load4(p.values + (i64(at) * VALUES + i) * 32 + lane);
-        column[a] = p.columns[at] * R;
+        column[a] = p.columns[at] * 64;
     };
     const auto spread = [&](int a) {
         #pragma unroll
         for (int i = 0; i < SLOTS; i++) tile[place(q[a], i)] = u16(i % 2 ? v[a][i / 2] >> 16 : v[a][i / 2]);
     };
     #pragma unroll
-    for (int a = 0; a < AHEAD; a++) load(a, step + a * SHARES);
+    for (int a = 0; a < AHEAD; a++) load(a, step + a * WARPS);
     #pragma unroll
-    for (int i = 0; i < 16; i++) reinterpret_cast<uint4*>(tile)[i * 32 + lane] = make_uint4(0, 0, 0, 0);
-    float c[4][TILES][4] = {};
+    for (int i = 0; i < R / 4; i++) reinterpret_cast<uint4*>(tile)[i * 32 + lane] = make_uint4(0, 0, 0, 0);
+    float c[ROWS][TILES][4] = {};
     u32 w[TILES][8];
     __syncwarp();
     if (step < end) spread(0);
@@ -105,19 +98,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS * TILES > 16 ? 1 : 1
             #pragma unroll
             for (int j = 0; j < 4; j++) {
                 #pragma unroll
-                for (int r = 0; r < 4; r++) {
-                    const uint4 part = reinterpret_cast<const uint4*>(tile)[(j * 4 + r) * 32 + lane];
+                for (int r = 0; r < ROWS; r++) {
+                    const uint4 part = reinterpret_cast<const uint4*>(tile)[(j * ROWS + r) * 32 + lane];
                     #pragma unroll
                     for (int n = 0; n < TILES; n++) multiply(c[r][n], part, make_uint2(w[n][2 * j], w[n][2 * j + 1]));
                 }
             }
-            step += SHARES;
+            step += WARPS;
             const int next = (a + 1) % AHEAD;
             if (step < end) tokens_of(p, first, column[next], w);
             __syncwarp();
             #pragma unroll
             for (int i = 0; i < SLOTS; i++) tile[place(q[a], i)] = 0;
-            load(a, step + (AHEAD - 1) * SHARES);
+            load(a, step + (AHEAD - 1) * WARPS);
             __syncwarp();
             if (step < end) spread(next);
         }
@@ -125,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS * TILES > 16 ? 1 : 1
     __syncwarp();
     float* sums = reinterpret_cast<float*>(tile);  // [TOKENS, PITCH]
     #pragma unroll
-    for (int r = 0; r < 4; r++) {
+    for (int r = 0; r < ROWS; r++) {
         #pragma unroll
         for (int n = 0; n < TILES; n++) {
             #pragma unroll
@@ -135,24 +128,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS * TILES > 16 ? 1 : 1
     }
     __syncthreads();
     float* all = reinterpret_cast<float*>(memory);
-    for (int i = threadIdx.x; i < GROUPS * TOKENS * R; i += THREADS) {
-        float* at = sum_at(all, i);
+    for (int i = threadIdx.x; i < TOKENS * R; i += THREADS) {
+        float* at = all + i / R * PITCH + i % R;
         float total = 0.f;
         #pragma unroll
-        for (int k = 0; k < SHARES; k++) total += at[k * (REGION / 4)];
+        for (int k = 0; k < WARPS; k++) total += at[k * (REGION / 4)];
 #if SPLITS == 1
-        finish(p, first, i, total);
+        finish(p, first, strip, i, total);
 #else
         *at = total;
 #endif
     }
 #if SPLITS > 1
     meet();
-    for (int i = split * THREADS + threadIdx.x; i < GROUPS * TOKENS * R; i += SPLITS * THREADS) {
+    for (int i = blockIdx.x % SPLITS * THREADS + threadIdx.x; i < TOKENS * R; i += SPLITS * THREADS) {
         float total = 0.f;
         #pragma unroll
-        for (int k = 0; k < SPLITS; k++) total += of_other(sum_at(all, i), k);
-        finish(p, first, i, total);
+        for (int k = 0; k < SPLITS; k++) total += of_other(all + i / R * PITCH + i % R, k);
+        finish(p, first, strip, i, total);
     }
     meet();
 #endif
