@@ -1,9 +1,9 @@
 """A decoder of Llama's shape for decode_gpu.py, written so that little but its linear layers takes time at one token.
 
 Queries, keys and values are one linear layer, gate and up another, as in engines made for decoding. At one token, norms with
-the sum before them, rotary attention with its cache, and SwiGLU are one Triton kernel each, the same for every contender. Each
-lets the next one begin at once, and waits for all that was written before it reads: whoever can fetch weights in the meantime
-does. A prompt goes through torch's own operators.
+the sum before them, rotary attention with its cache, and SwiGLU are one Triton kernel each, the same for every contender.
+Each lets the next one begin at once, and waits for all that was written before it reads. A prompt goes through torch's own
+operators.
 """
 
 # Triton compiles the source below; its types are its own.

@@ -1,8 +1,8 @@
 """The linear layer on single weights for two to 64 tokens, for CUDA devices from sm_90 on (few_spread.cu).
 
 A *tile* is 16·rows outputs × 64 inputs. Its weights make one *step* or, where it has more than a step holds, several; a step
-has `slots` times 32 of them, each with its *place*, 12 bits, in the tile as the tensor cores' lanes hold it. The 32 of a slot
-mostly lie in different banks of shared memory.
+has `slots` times 32 of them, each with its *place*, 12 bits, in the tile as the tensor cores' lanes hold it. The 32 of a
+slot mostly lie in different banks of shared memory.
 """
 
 import functools
