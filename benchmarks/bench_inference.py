@@ -168,7 +168,11 @@ class DeepSparse:
         path, inputs, outputs = folder / "opset14.onnx", folder / "inputs.npy", folder / "outputs.npy"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch.onnx.export(model, (x,), str(path), opset_version=14, dynamo=False)
+            torch.backends.mha.set_fastpath_enabled(False)  # the exporter does not know torch's fused attention
+            try:
+                torch.onnx.export(model, (x,), str(path), opset_version=14, dynamo=False)
+            finally:
+                torch.backends.mha.set_fastpath_enabled(True)
         numpy.save(inputs, x.numpy())
         worker, threads = Path(__file__).parent / "deepsparse_worker.py", str(torch.get_num_threads())
         command = [python, str(worker), str(path), str(inputs), str(outputs), threads]
