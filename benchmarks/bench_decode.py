@@ -137,6 +137,9 @@ def gpu(args: argparse.Namespace, commit: str) -> None:
     """The part for a GPU; every figure is printed and written as soon as it is known."""
     import decode_gpu
 
+    if args.half:
+        decode_gpu.DTYPE = torch.float16
+
     def write(case: str, tokens: int, contender: str, least: float, size: int, ratio: float, floor: float) -> None:
         print(
             f"  {case:<8} {tokens:4} tokens  {contender:<28} {1e6 * least:10.1f} µs  {size / 1e6:8.1f} MB  {ratio:5.2f}x  "
@@ -146,7 +149,8 @@ def gpu(args: argparse.Namespace, commit: str) -> None:
         about = [datetime.date.today().isoformat(), commit, torch.cuda.get_device_name(), torch.__version__]
         figures = [f"{1e3 * least:.4f}", f"{size / 1e6:.1f}", f"{ratio:.2f}", f"{floor:.2f}"]
         if args.append:
-            append([[*about, args.sparsity, tokens, f"{case}: {contender}", *figures]])
+            kind = ", float16" if args.half else ""
+            append([[*about, args.sparsity, tokens, f"{case}{kind}: {contender}", *figures]])
 
     decode_gpu.bench(args.parts or decode_gpu.PARTS, args.tokens or [1, 16], args.sparsity, write)
 
@@ -157,6 +161,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", help="default: 1; on a GPU 1 16")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--parts", nargs="+", choices=["layers", "host", "decoder"], help="on a GPU; default: all")
+    parser.add_argument("--half", action="store_true", help="on a GPU: float16, not bfloat16")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--sparsity", type=float, default=0.9)
     parser.add_argument("--compile", action="store_true")

@@ -34,6 +34,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -112,7 +113,6 @@ def learned_name(file: str) -> str:
 
 def compare(model: nn.Module, images: str, count: int = 1000) -> None:
     """Ours and the dense model on real images, enlarged: the same classes, and how far apart the logits are."""
-    import numpy
     from train_masks import enlarged
 
     pixels = torch.from_numpy(numpy.load(images)["x_test"][:count])
@@ -128,8 +128,8 @@ def compare(model: nn.Module, images: str, count: int = 1000) -> None:
     )
 
 
-def cpu_contenders(model: nn.Module, x: Tensor, folder: Path) -> dict[str, Run]:
-    """The dense forms by name, then ours."""
+def cpu_contenders(model: nn.Module, x: Tensor, folder: Path, deepsparse: str | None) -> dict[str, Run]:
+    """The dense forms by name, then ours, then DeepSparse if there is a Python for it."""
     import onnxruntime
     import openvino
 
@@ -156,7 +156,51 @@ def cpu_contenders(model: nn.Module, x: Tensor, folder: Path) -> dict[str, Run]:
     runs["OpenVINO"] = lambda: torch.from_numpy(request.infer([x.numpy()])[0])
     fast = convert.accelerate(model, example_inputs=x)
     runs["ours"] = lambda: fast(x)
+    if deepsparse:
+        runs["DeepSparse"] = DeepSparse(deepsparse, model, x, folder)
     return runs
+
+
+class DeepSparse:
+    """DeepSparse on the same weights, in a process of its own; a call returns its output."""
+
+    def __init__(self, python: str, model: nn.Module, x: Tensor, folder: Path) -> None:
+        path, inputs, outputs = folder / "opset14.onnx", folder / "inputs.npy", folder / "outputs.npy"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.backends.mha.set_fastpath_enabled(False)  # the exporter does not know torch's fused attention
+            try:
+                torch.onnx.export(model, (x,), str(path), opset_version=14, dynamo=False)
+            finally:
+                torch.backends.mha.set_fastpath_enabled(True)
+        numpy.save(inputs, x.numpy())
+        worker, threads = Path(__file__).parent / "deepsparse_worker.py", str(torch.get_num_threads())
+        command = [python, str(worker), str(path), str(inputs), str(outputs), threads]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        while self._line() != "ready":
+            pass
+        self._output = torch.from_numpy(numpy.load(outputs))
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"DeepSparse ended with {self._process.wait()}")
+        return line.strip()
+
+    def __call__(self) -> Tensor:
+        """Run it once, there."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        self._line()
+        return self._output
+
+    def end(self) -> None:
+        """End its process."""
+        self._process.communicate()
 
 
 def measure(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
@@ -253,6 +297,9 @@ def main() -> None:
     )
     parser.add_argument("--load", metavar="FILE", help="a packed file with learned weights, instead of the cases")
     parser.add_argument("--images", metavar="NPZ", help="compare outputs on 1,000 test images of CIFAR-10, on a CPU")
+    parser.add_argument(
+        "--deepsparse", metavar="PYTHON", help="on a CPU, beside ours: a Python that has it (deepsparse_worker.py)"
+    )
     parser.add_argument("--parts", action="store_true", help="print what our time is spent on")
     parser.add_argument("--append", action="store_true", help=f"append the figures to {RESULTS.name}")
     args = parser.parse_args()
@@ -271,11 +318,11 @@ def main() -> None:
                 model, shape = learned(args.load) if args.load else (build(CASES[name]), (3, 224, 224))
                 x = torch.randn(batch, *shape)
                 count = spartan.flops(model, x[:1])
-                runs = cpu_contenders(model, x, Path(folder))
+                runs = cpu_contenders(model, x, Path(folder), args.deepsparse)
                 reference = copy.deepcopy(model).double()(x.double())
                 scale = float(reference.abs().max())
                 times = measure(runs, args.rounds)
-                dense = {key: min(t) for key, t in times.items() if key != "ours"}
+                dense = {key: min(t) for key, t in times.items() if key not in ("ours", "DeepSparse")}
                 best = min(dense, key=lambda key: dense[key])
                 print(f"\n{name}, batch {batch}: {count.sparse / count.dense:.1%} of the multiplications left")
                 for key, t in times.items():
@@ -289,6 +336,9 @@ def main() -> None:
                     )
                     row = [datetime.date.today().isoformat(), commit, device, torch.__version__, name, batch, key]
                     rows.append([*row, f"{min(t):.6f}", f"{statistics.median(t):.6f}", f"{ratio:.2f}"])
+                for run in runs.values():
+                    if isinstance(run, DeepSparse):
+                        run.end()
                 if args.parts:
                     print_parts(model, x, args.rounds)
                 if args.images:

@@ -1,4 +1,4 @@
-"""The GPU part of bench_decode.py (`--device cuda`): bfloat16, one device.
+"""The GPU part of bench_decode.py (`--device cuda`): bfloat16, or float16 with `--half`, one device.
 
 First the seven linear layers of a block at 1 and 16 tokens, replayed from a CUDA graph that goes through copies of all
 weights, four times what the L2 cache holds. Ours runs, layer by layer, the kernel that `accelerate` times as the fastest.
@@ -29,7 +29,7 @@ from spartan.inference.gpu.linear import Launch, TileLinear
 from spartan.inference.gpu.tiles import Tiling
 from spartan.inference.runtime import DenseLinear
 
-DTYPE = torch.bfloat16
+DTYPE = torch.bfloat16  # bench_decode.py sets it
 SHAPES = [(4096, 4096)] * 4 + [(4096, 11008)] * 2 + [(11008, 4096)]  # inputs, outputs
 PATTERNS = {"64×64 blocks": 64, "single weights": 1, "16×16 blocks": 16}
 # What was asked for, at 90% zeros, by tokens; and single weights at 80%.

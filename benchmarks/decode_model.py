@@ -1,8 +1,9 @@
 """A decoder of Llama's shape for decode_gpu.py, written so that little but its linear layers takes time at one token.
 
 Queries, keys and values are one linear layer, gate and up another, as in engines made for decoding. At one token, norms with
-the sum before them, rotary attention with its cache, and SwiGLU are one Triton kernel each, the same for every contender; a
-prompt goes through torch's own operators.
+the sum before them, rotary attention with its cache, and SwiGLU are one Triton kernel each, the same for every contender.
+Each lets the next one begin at once, and waits for all that was written before it reads. A prompt goes through torch's own
+operators.
 """
 
 # Triton compiles the source below; its types are its own.
@@ -23,8 +24,8 @@ EPSILON = 1e-6
 @triton.jit
 def add_norm_kernel(x, more, weight, y, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
     """x += more, in place; y = x / root mean square · weight."""
-    tlc.gdc_wait()
     tlc.gdc_launch_dependents()
+    tlc.gdc_wait()
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -40,8 +41,8 @@ def add_norm_kernel(x, more, weight, y, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 @triton.jit
 def swiglu_kernel(both, y, SIZE, BLOCK: tl.constexpr):
     """silu(first half) · second half."""
-    tlc.gdc_wait()
     tlc.gdc_launch_dependents()
+    tlc.gdc_wait()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(both + at, mask=at < SIZE, other=0.0).to(tl.float32)
     up = tl.load(both + SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
@@ -57,8 +58,8 @@ def attention_kernel(
 
     Writes the weighted sum of values, the greatest score and the sum of weights, [heads, programs, 2 · HALF + 2].
     """
-    tlc.gdc_wait()
     tlc.gdc_launch_dependents()
+    tlc.gdc_wait()
     head, part = tl.program_id(0), tl.program_id(1)
     width = 2 * HALF
     at = tl.load(position).to(tl.int32)
@@ -105,8 +106,8 @@ def attention_kernel(
 @triton.jit
 def join_kernel(parts, y, COUNT: tl.constexpr, ROOM: tl.constexpr, WIDTH: tl.constexpr):
     """One head's output from its COUNT parts."""
-    tlc.gdc_wait()
     tlc.gdc_launch_dependents()
+    tlc.gdc_wait()
     head, rp, rw = tl.program_id(0), tl.arange(0, ROOM), tl.arange(0, WIDTH)
     at = parts + (head * COUNT + rp) * (WIDTH + 2)
     most = tl.load(at + WIDTH, mask=rp < COUNT, other=float("-inf"))

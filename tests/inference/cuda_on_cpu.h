@@ -22,6 +22,7 @@ typedef long long i64;
 #define SHARED_MEMORY(name) char* name = emulated.memory
 #define __expf expf
 #define __syncthreads() emulated.block->arrive_and_wait()
+#define __syncwarp() emulated.warp->meeting.arrive_and_wait()
 
 struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
@@ -72,11 +73,14 @@ INLINE u32 __byte_perm(u32 a, u32 b, u32 which) {
     return v;
 }
 
+INLINE u32 __funnelshift_r(u32 low, u32 high, int by) { return u32(((unsigned long long)high << 32 | low) >> by); }
+
 INLINE void let_next_begin() {}
 INLINE void wait_for_previous() {}
 INLINE void wait_for_copies() {}
 INLINE uint4 load16(const uint4* p) { return *p; }
 INLINE uint2 load8(const uint2* p) { return *p; }
+INLINE u32 load4(const u32* p) { return *p; }
 INLINE void copy16(void* to, const void* from) { memcpy(to, from, 16); }
 INLINE u32 shared_address(const void* p) { return u32((const char*)p - emulated.memory); }
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spartan.inference.cpu.ops import linear_torch
-from spartan.inference.gpu import linear, nvrtc
+from spartan.inference.gpu import nvrtc
+from spartan.inference.gpu.driver import Prepared
 from spartan.inference.gpu.few import MOST_TOKENS
 
 _LAYOUT = struct.Struct("6Qq4i")
@@ -114,6 +115,19 @@ def _many(
     return nvrtc.Function("resident", "resident_linear", _LAYOUT, macros, device, 32 * warps, shared)
 
 
+def _prepare(x: Tensor, aligned: bool, buffers: list[Tensor], sizes: list[int], activation: str) -> Prepared:
+    strips, device, half = buffers[2].shape[0] - 1, x.device.index, x.dtype == torch.float16
+    outputs, rows, warps, unroll, held, many_warps, ahead = sizes
+    tokens, inputs = x.shape
+    arguments = (0, *(t.data_ptr() for t in buffers), 0, x.stride(0), tokens, inputs, outputs, strips)
+    if tokens <= MOST_TOKENS or not held:
+        most = 8 if tokens <= 8 else 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+        function, each = _few(device, half, aligned, activation, most, rows, warps, unroll)
+        return function.prepare((strips, -(-tokens // each)), arguments, 5)
+    function = _many(device, half, aligned, activation, inputs, rows, held, many_warps, ahead)
+    return function.prepare((-(-tokens // held), 1), arguments, 5)
+
+
 def run_blocks(x: Tensor, buffers: list[Tensor], sizes: list[int], activation: str) -> Tensor:
     """act(x Wᵀ + b) with blocks.
 
@@ -123,37 +137,11 @@ def run_blocks(x: Tensor, buffers: list[Tensor], sizes: list[int], activation: s
         sizes: outputs, and the numbers of `BlockKernel`.
         activation: a key of `spartan.inference.cpu.ops.ACTIVATIONS`.
     """
-    weight, columns, starts, bias = buffers
-    outputs, rows, warps, unroll, held, many_warps, ahead = sizes
-    inputs = x.shape[-1]
     if not nvrtc.runs_on(x):
-        return linear_torch(
-            x, unpack_blocks(PackedBlocks(weight, columns, starts, (outputs, inputs))), bias, activation
-        )
-    y = x.new_empty(*x.shape[:-1], outputs)
-    given, aligned = nvrtc.rows_of(x)
-    tokens, strips, device = given.shape[0], starts.shape[0] - 1, x.device.index
-    if tokens == 0 or outputs == 0:
-        return y
-    half = x.dtype == torch.float16
-    pointers = (
-        given.data_ptr(),
-        weight.data_ptr(),
-        columns.data_ptr(),
-        starts.data_ptr(),
-        bias.data_ptr(),
-        y.data_ptr(),
-    )
-    numbers = (given.stride(0), tokens, inputs, outputs, strips)
-    with linear.on(device):
-        if tokens <= MOST_TOKENS or not held:
-            most = 8 if tokens <= 8 else 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-            launch, each = _few(device, half, aligned, activation, most, rows, warps, unroll)
-            launch((strips, -(-tokens // each)), *pointers, *numbers)
-        else:
-            launch = _many(device, half, aligned, activation, inputs, rows, held, many_warps, ahead)
-            launch((-(-tokens // held), 1), *pointers, *numbers)
-    return y
+        weight, columns, starts, bias = buffers
+        dense = unpack_blocks(PackedBlocks(weight, columns, starts, (sizes[0], x.shape[-1])))
+        return linear_torch(x, dense, bias, activation)
+    return nvrtc.run(_prepare, x, buffers, sizes, activation)
 
 
 # The same as an operator that `torch.compile` takes as it is.
@@ -177,7 +165,7 @@ class BlockLinear(nvrtc.CudaLinear):
     """
 
     _names = ("values", "columns", "starts", "bias")
-    _operator, _run = block_linear, staticmethod(run_blocks)
+    _operator, _run, _prepare = block_linear, staticmethod(run_blocks), staticmethod(_prepare)
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernel: BlockKernel, activation: str = "none") -> None:
         super().__init__(weight, bias, activation)

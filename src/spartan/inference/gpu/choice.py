@@ -19,10 +19,11 @@ from spartan.inference.gpu.few import MOST_TOKENS, ScatterKernel, ScatterLinear,
 from spartan.inference.gpu.gathers import GatherKernel, GatherLinear
 from spartan.inference.gpu.linear import DeviceLinear, Launch, SemiStructuredLinear, TileLinear, two_of_four
 from spartan.inference.gpu.singles import SingleKernel, SingleLinear
+from spartan.inference.gpu.spread import SpreadKernel, SpreadLinear
 from spartan.inference.gpu.tiles import Tiling, blocks_of, plan
 from spartan.inference.runtime import DenseLinear
 
-VERSION = 4  # of the kernel: times of another do not count
+VERSION = 5  # of the kernel: times of another do not count
 CALLS, ROUNDS, TILINGS_TIMED = 10, 5, 2
 TILINGS = [
     *(Tiling(n, 64, 64, 64) for n in (64, 128)),
@@ -48,6 +49,10 @@ SPLITS, FEW_ZEROS = (1, 2, 4, 8), 0.8
 BLOCKS = [BlockKernel(*case) for case in ((1, 16, 4), (1, 8, 8), (1, 8, 2), (2, 16, 4), (2, 8, 4), (2, 4, 8))]
 SINGLES = [SingleKernel(1, 32, 4), SingleKernel(1, 16, 4), SingleKernel(1, 12, 3), SingleKernel(2, 8, 4)]
 GATHERS = [GatherKernel(4, 8, 1, 1), GatherKernel(4, 4, 1, 1), GatherKernel(8, 2, 2, 1)]
+SPREADS = [
+    SpreadKernel(*case)
+    for case in ((4, 12, 2, 3), (4, 16, 2, 2), (4, 8, 1, 3), (3, 8, 1, 3), (2, 16, 1, 3), (2, 24, 1, 2))
+]
 # Rates for `estimate`, in bytes and multiplications a second, of one H200: they only decide which tilings are timed.
 _FROM_L2, _TO_MEMORY, _PRODUCTS, _STEP = 5.5e12, 4e12, 3e14, 3e-12
 
@@ -63,7 +68,7 @@ class TileKernel:
         return f"tiles {self.tiling}, {self.launch}"
 
 
-CudaKernel = BlockKernel | SingleKernel | GatherKernel
+CudaKernel = BlockKernel | SingleKernel | GatherKernel | SpreadKernel
 DeviceKernel = TileKernel | ScatterKernel | SplitTileKernel | CudaKernel
 
 
@@ -128,8 +133,14 @@ def tile_kernels(tilings: Sequence[Tiling], launches: Sequence[Launch], size: in
 def resident_kernels(inputs: int, kernels: Sequence[BlockKernel]) -> list[BlockKernel]:
     """Kernels on blocks for many tokens: as many of these as shared memory holds."""
     most = max((n for n in (16, 32, 64, 128) if held_bytes(inputs, n) <= nvrtc.MOST_SHARED), default=0)
+    narrow = [
+        (most, 12),
+        (most, 16),
+        (most // 2, 8),
+    ]  # tokens and warps, where a strip is 16 outputs: sums in registers
+    cases = [(1, *case) for case in narrow] + [(2, most, 8), (2, most // 2, 8)]
     rows = {kernel.rows for kernel in kernels}
-    return [BlockKernel(r, 8, 4, n, 8, 4 // r) for r in rows for n in (most, most // 2) if n >= 16]
+    return [BlockKernel(r, 8, 4, n, warps, 4 // r) for r, n, warps in cases if r in rows and n >= 16]
 
 
 def few_kernels(weight: Tensor, tilings: Sequence[Tiling]) -> list[ScatterKernel | SplitTileKernel]:
@@ -148,7 +159,7 @@ def cuda_kernels(weight: Tensor, height: int, tokens: int) -> list[CudaKernel]:
         return []
     if tokens == 1:
         return [*SINGLES] if inputs <= singles.MOST_INPUTS else []
-    return [*GATHERS] if inputs <= gathers.MOST_INPUTS else []
+    return [*SPREADS, *GATHERS] if inputs <= gathers.MOST_INPUTS else [*SPREADS]
 
 
 def build(layer: DenseLinear, kernel: DeviceKernel | str) -> DeviceLinear:
@@ -159,6 +170,8 @@ def build(layer: DenseLinear, kernel: DeviceKernel | str) -> DeviceLinear:
         return SingleLinear(layer.weight, layer.bias, kernel, layer.activation)
     if isinstance(kernel, GatherKernel):
         return GatherLinear(layer.weight, layer.bias, kernel, layer.activation)
+    if isinstance(kernel, SpreadKernel):
+        return SpreadLinear(layer.weight, layer.bias, kernel, layer.activation)
     if isinstance(kernel, ScatterKernel):
         return ScatterLinear(layer.weight, layer.bias, kernel, layer.activation)
     if isinstance(kernel, SplitTileKernel):

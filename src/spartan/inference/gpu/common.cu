@@ -10,7 +10,12 @@ INLINE float activate(float z) {
 #if ACT == 1
     return z < 0.f ? 0.f : z;
 #elif ACT == 2
-    return 0.5f * z * (1.f + erff(z * 0.70710678f));
+    // As in kernel.py: z Φ(z), with Φ(−|z|) = 2^(r(|z|) − z²/2 · log₂e), r being a fit, to 4e-6 of Φ.
+    const float s = fminf(fabsf(z), 5.f);
+    float r = ((6.09706691e-05f - 1.78361305e-06f * s) * s - 0.000928166063f) * s + 0.00850680171f;
+    r = (((r * s - 0.0539705566f) * s + 0.262902045f) * s - 1.15125994f) * s - 0.999994711f;
+    const float tail = exp2f(r - 0.7213475204444817f * z * z);
+    return z * (z < 0.f ? tail : 1.f - tail);
 #elif ACT == 3
     return z / (1.f + __expf(-1.5957691216057308f * (z + 0.044715f * z * z * z)));
 #elif ACT == 4

@@ -224,9 +224,7 @@ class FewTokensLinear(DeviceLinear):
         self.bias = self.bias.float()
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The layer's output for x [..., inputs], float32, bfloat16 or float16."""
-        x = self._checked_input(x, self.inputs, -1)
+    def _call(self, x: Tensor) -> Tensor:
         # Outside a graph the dispatcher would only add to the time of the launch.
         call = self._operator if torch.compiler.is_compiling() else type(self)._run
         out: Tensor = call(x, self._operands(x.dtype), self._sizes, self.activation)

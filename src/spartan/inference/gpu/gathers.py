@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spartan.inference.cpu.ops import linear_torch
-from spartan.inference.gpu import linear, nvrtc
+from spartan.inference.gpu import nvrtc
+from spartan.inference.gpu.driver import Prepared
 
 _ROWS, _STEPS = 16, 8
 _LAYOUT = struct.Struct("7Qq4i")
@@ -130,6 +131,16 @@ def _function(
     return nvrtc.Function("few_gather", "gather_linear", _LAYOUT, macros, device, threads, shared, windows)
 
 
+def _prepare(x: Tensor, aligned: bool, buffers: list[Tensor], sizes: list[int], activation: str) -> Prepared:
+    spots = buffers[3]
+    outputs, *kernel = sizes
+    tokens, inputs = x.shape
+    tiles, half = 1 if tokens <= 8 else 2, x.dtype == torch.float16
+    function = _function(x.device.index, half, aligned, activation, inputs, tiles, tuple(kernel))
+    arguments = (0, *(t.data_ptr() for t in buffers), 0, x.stride(0), tokens, inputs, outputs, 0)
+    return function.prepare((spots.shape[0], -(-tokens // (tiles * 8))), arguments, 6)
+
+
 def run_gathers(x: Tensor, buffers: list[Tensor], sizes: list[int], activation: str) -> Tensor:
     """act(x Wᵀ + b) with single weights.
 
@@ -139,26 +150,11 @@ def run_gathers(x: Tensor, buffers: list[Tensor], sizes: list[int], activation: 
         sizes: outputs, and the numbers of `GatherKernel`.
         activation: a key of `spartan.inference.cpu.ops.ACTIVATIONS`.
     """
-    values, places, starts, spots, bias = buffers
-    outputs, *kernel = sizes
-    inputs = x.shape[-1]
     if not nvrtc.runs_on(x):
-        dense = unpack_gathers(PackedGathers(values, places, starts, spots, (outputs, inputs)), kernel[-1])
+        values, places, starts, spots, bias = buffers
+        dense = unpack_gathers(PackedGathers(values, places, starts, spots, (sizes[0], x.shape[-1])), sizes[-1])
         return linear_torch(x, dense, bias, activation)
-    y = x.new_empty(*x.shape[:-1], outputs)
-    given, aligned = nvrtc.rows_of(x)
-    tokens, device = given.shape[0], x.device.index
-    if tokens == 0 or outputs == 0:
-        return y
-    with linear.on(device):
-        tiles, half = 1 if tokens <= 8 else 2, x.dtype == torch.float16
-        launch = _function(device, half, aligned, activation, inputs, tiles, tuple(kernel))
-        launch(
-            (spots.shape[0], -(-tokens // (tiles * 8))),
-            *(given.data_ptr(), values.data_ptr(), places.data_ptr(), starts.data_ptr(), spots.data_ptr()),
-            *(bias.data_ptr(), y.data_ptr(), given.stride(0), tokens, inputs, outputs, 0),
-        )
-    return y
+    return nvrtc.run(_prepare, x, buffers, sizes, activation)
 
 
 # The same as an operator that `torch.compile` takes as it is.
@@ -184,7 +180,7 @@ class GatherLinear(nvrtc.CudaLinear):
     """
 
     _names = ("values", "places", "starts", "spots", "bias")
-    _operator, _run = gather_linear, staticmethod(run_gathers)
+    _operator, _run, _prepare = gather_linear, staticmethod(run_gathers), staticmethod(_prepare)
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernel: GatherKernel, activation: str = "none") -> None:
         super().__init__(weight, bias, activation)

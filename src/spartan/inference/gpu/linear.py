@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from spartan.inference.cpu.ops import ACTIVATIONS, linear_torch
+from spartan.inference.gpu.compiled import launch_of
+from spartan.inference.gpu.driver import Prepared, is_here
 from spartan.inference.gpu.tiles import Tiles, Tiling, pack, unpack
 from spartan.inference.runtime import InferenceLayer, outside_graphs
 
@@ -24,6 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Through cp.async; through the tensor memory accelerator, outputs as well; through the L1 cache; inputs alone through
 # the accelerator, outputs straight from the registers.
 LOADS = ("async", "tma", "l1", "tma in")
+_MOST_CALLS = 64  # of a layer that are kept
 
 
 @dataclass(frozen=True)
@@ -91,62 +94,62 @@ def run(x: Tensor, buffers: list[Tensor], sizes: list[int], launch: list[int], a
         launch: tokens, warps, stages and the place of the loads in `LOADS`.
         activation: a key of `spartan.inference.cpu.ops.ACTIVATIONS`.
     """
-    inputs, module = x.shape[-1], _kernel()
-    weight, ins, last, outs, starts, bias = buffers
-    outputs, empties, tile_n, tile_k, p, q = sizes
+    inputs, module, (outputs, empties) = x.shape[-1], _kernel(), sizes[:2]
     if module is None or not available(x.device):
+        weight, ins, last, outs, starts, bias = buffers
         dense = unpack(Tiles(weight, ins, last, outs, starts, empties, Tiling(*sizes[2:]), (outputs, inputs)))
         return linear_torch(x, dense, bias, activation)
     y = x.new_empty(*x.shape[:-1], outputs)
-    tokens = x.numel() // inputs
-    if tokens == 0 or outputs == 0:
+    if y.numel() == 0:
         return y
     rows = x.reshape(-1, inputs)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    tile_m, warps, stages, loads = launch
-    chunks, stride = starts.numel() - 1, rows.stride(0)
-    tma = LOADS[loads].startswith("tma") and q == tile_k and tokens > 1
-    tma = tma and all(size * x.element_size() % 16 == 0 for size in (stride, inputs, outputs))
-    tma = tma and rows.data_ptr() % 16 == 0
-    tma_out = tma and LOADS[loads] == "tma" and p == tile_n
-    given: list[Any] = [rows, weight, y]
-    if tma:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        given = [
-            TensorDescriptor(rows, [tokens, inputs], [stride, 1], [tile_m, tile_k]),
-            TensorDescriptor(weight, [weight.shape[0] * tile_k, tile_n], [tile_n, 1], [tile_k, tile_n]),
-            TensorDescriptor(y, [tokens, outputs], [outputs, 1], [tile_m, tile_n]) if tma_out else y,
-        ]
-    # float32 as torch's own product would take it: in three parts unless TF32 was asked for.
-    exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    way = ("tf32x3" if exact else "tf32", tma, tma_out, ".ca" if LOADS[loads] == "l1" else "", interpreted())
-    constants = (tile_m, tile_n, tile_k, p, q, activation, *way)
-    numbers = (inputs, outputs, stride, outputs)
-    counts = (chunks, outs.shape[0], empties)
-    arguments = (given[0], given[1], bias, ins, last, outs, starts, given[2], tokens, *numbers, *counts, *constants)
+    case, programs, given, constants, warps, stages = _work(rows, y, buffers, sizes, launch, activation)
     with on(x.device.index if x.is_cuda else -1):
-        even = all(t.data_ptr() % 16 == 0 for t in (rows, *buffers))
-        case = (x.device, x.dtype, even, numbers, constants, warps, stages)
-        _launch(module.tile_linear_kernel, -(-tokens // tile_m) * chunks, case, arguments, warps, stages)
+        # A kernel that is known is not looked for by all that Triton's own launch would look at, which takes it longer
+        # than the launch.
+        known = _compiled.get(case)
+        if known is not None:
+            known[(programs, 1, 1)](*given, *constants)
+        else:
+            made = module.tile_linear_kernel[(programs,)](*given, *constants, num_warps=warps, num_stages=stages)
+            if made is not None:  # nothing comes from the interpreter
+                _compiled[case] = made
     return y
 
 
-# Kernels by all that Triton's own launch would look at on every call, which takes it longer than the launch.
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def _launch(
-    kernel: Any, programs: int, case: tuple[Any, ...], arguments: tuple[Any, ...], warps: int, stages: int
-) -> None:
-    known = _compiled.get(case)
-    if known is not None:
-        known[(programs, 1, 1)](*arguments)
-        return
-    made = kernel[(programs,)](*arguments, num_warps=warps, num_stages=stages)
-    if made is not None:  # nothing comes from the interpreter
-        _compiled[case] = made
+def _work(
+    rows: Tensor, y: Tensor, buffers: list[Tensor], sizes: list[int], launch: list[int], activation: str
+) -> tuple[tuple[Any, ...], int, tuple[Any, ...], tuple[Any, ...], int, int]:
+    """What tells kernels apart; programs, arguments and constants; warps and stages."""
+    (tokens, inputs), (weight, ins, last, outs, starts, bias), size = rows.shape, buffers, rows.element_size()
+    outputs, empties, tile_n, tile_k, p, q = sizes
+    tile_m, warps, stages, loads = launch
+    chunks, stride = starts.numel() - 1, rows.stride(0)
+    tma = LOADS[loads].startswith("tma") and q == tile_k and tokens > 1
+    tma = tma and all(number * size % 16 == 0 for number in (stride, inputs, outputs)) and rows.data_ptr() % 16 == 0
+    tma_out = tma and LOADS[loads] == "tma" and p == tile_n
+    x, w, out = rows, weight, y
+    if tma:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        x = TensorDescriptor(rows, [tokens, inputs], [stride, 1], [tile_m, tile_k])
+        w = TensorDescriptor(weight, [weight.shape[0] * tile_k, tile_n], [tile_n, 1], [tile_k, tile_n])
+        if tma_out:
+            out = TensorDescriptor(y.view(-1, outputs), [tokens, outputs], [outputs, 1], [tile_m, tile_n])
+    # float32 as torch's own product would take it: in three parts unless TF32 was asked for.
+    exact = rows.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    way = ("tf32x3" if exact else "tf32", tma, tma_out, ".ca" if LOADS[loads] == "l1" else "", interpreted())
+    constants = (tile_m, tile_n, tile_k, p, q, activation, *way)
+    numbers = (inputs, outputs, stride, outputs)
+    given = (x, w, bias, ins, last, outs, starts, out, tokens, *numbers, chunks, outs.shape[0], empties)
+    even = all(t.data_ptr() % 16 == 0 for t in (rows, *buffers))
+    case = (rows.device, rows.dtype, even, numbers, constants, warps, stages)
+    return case, -(-tokens // tile_m) * chunks, given, constants, warps, stages
 
 
 # The same as an operator that `torch.compile` takes as it is.
@@ -164,23 +167,66 @@ class DeviceLinear(InferenceLayer):
     weight: Tensor
     _names: tuple[str, ...] = ()  # of the buffers that the operator is given, the weight's values first
     _given: list[Tensor] | None = None  # these, from the first call on: to ask a module for a buffer takes its time
+    # By shape, strides, type and device of the input: the launch, the output's shape, and whether inputs begin at 16 bytes.
+    _calls: dict[Any, tuple[Prepared, tuple[int, ...], bool]]
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
         super().__init__(activation)
         self.outputs, self.inputs = weight.shape
+        self._calls = {}
         self.bias: Tensor = nn.Buffer(weight.new_zeros(self.outputs) if bias is None else bias.detach().clone())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self._given = None
+        self._given, self._calls = None, {}
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        self._given = None
+        self._given, self._calls = None, {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_given": None}  # a copy has its own
+        return self.__dict__ | {"_given": None, "_calls": {}}  # a copy has its own
+
+    def _call(self, x: Tensor) -> Tensor:
+        """The output for an input that was checked."""
+        raise NotImplementedError
+
+    def _prepared(self, x: Tensor) -> tuple[Prepared, bool] | None:
+        """What such a call launches, and whether it needs inputs that begin at 16 bytes; None if that is not known."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output for x [..., inputs], float32, bfloat16 or float16.
+
+        What is launched for inputs of one shape is worked out once: a call then takes the host little more than the
+        driver does.
+        """
+        if torch.compiler.is_compiling():
+            return self._call(self._checked_input(x, self.inputs, -1))
+        device = x.device
+        known = self._calls.get((x.shape, x.stride(), x.dtype, device))
+        if known is None or x.requires_grad or not is_here(device.index) or torch.is_autocast_enabled(device.type):
+            return self._first(x)
+        launch, shape, aligned = known
+        at = x.data_ptr()
+        if aligned and at % 16:
+            return self._first(x)
+        y = x.new_empty(shape)
+        launch(at, y.data_ptr())
+        return y
+
+    def _first(self, x: Tensor) -> Tensor:
+        """The output; what such a call launches is noted down."""
+        given = self._checked_input(x, self.inputs, -1)
+        y = self._call(given)
+        if given is x and y.numel() and y.dtype == self._operands(y.dtype)[0].dtype and self.bias.device == x.device:
+            with on(x.device.index if x.is_cuda else -1):
+                prepared = self._prepared(x)
+            if prepared is not None:
+                if len(self._calls) >= _MOST_CALLS:
+                    self._calls.clear()
+                self._calls[x.shape, x.stride(), x.dtype, x.device] = prepared[0], tuple(y.shape), prepared[1]
+        return y
 
     def _operands(self, dtype: torch.dtype) -> list[Tensor]:
         """What the operator is given, with values of this type."""
@@ -249,12 +295,20 @@ class TileLinear(DeviceLinear):
         buffers = (self.tiles, self.ins, self.last, self.outs, self.starts)
         return unpack(Tiles(*buffers, self.empties, self.tiling, (self.outputs, self.inputs)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The layer's output for x [..., inputs], float32, bfloat16 or float16."""
-        x = self._checked_input(x, self.inputs, -1)
+    def _call(self, x: Tensor) -> Tensor:
         # Outside a graph the dispatcher would only add to the time of the launch.
         call: Callable[..., Tensor] = tile_linear if torch.compiler.is_compiling() else run
         return call(x, self._operands(x.dtype), self._sizes, self._launch, self.activation)
+
+    def _prepared(self, x: Tensor) -> tuple[Prepared, bool] | None:
+        rows = x.reshape(-1, self.inputs)
+        if not x.is_cuda or x.dtype == torch.float32 or rows.data_ptr() != x.data_ptr() or rows.stride(1) != 1:
+            return None  # how float32 is multiplied may be decided anew
+        y, buffers = x.new_empty(*x.shape[:-1], self.outputs), self._operands(x.dtype)
+        case, programs, given, *_ = _work(rows, y, buffers, self._sizes, self._launch, self.activation)
+        made = _compiled.get(case)
+        launch = None if made is None else launch_of(made, programs, given, 0, 7, x.device.index)
+        return None if launch is None else (launch, True)
 
 
 def two_of_four(weight: Tensor) -> bool:

@@ -1,14 +1,12 @@
-"""Compiles CUDA C++ for the device at run time, by the compiler that torch brings, and launches it at little host time.
+"""Compiles CUDA C++ for the device at run time, by the compiler that torch brings.
 
-Libraries are looked up at the first use. Where one is missing `available` is False, and layers of these kernels are not
-offered: Triton's are.
+Where that, or the driver, is missing `available` is False, and layers of these kernels are not offered: Triton's are.
 """
 
 import ctypes
 import functools
 import struct
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any, Self
 
@@ -16,53 +14,27 @@ import torch
 from torch import Tensor
 
 from spartan.inference.cpu.ops import ACTIVATIONS
+from spartan.inference.gpu import linear
+from spartan.inference.gpu.driver import Prepared, check, libraries
 from spartan.inference.gpu.few import FewTokensLinear
 
 _SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_CLUSTER, _EARLY = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, …_PROGRAMMATIC_STREAM_SERIALIZATION
 MOST_SHARED = 227 << 10  # bytes of shared memory that a block of threads can have
-_BUFFER, _SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, …_SIZE
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = (("kind", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
-
-
-class _Config(ctypes.Structure):
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    )
-
-
-@functools.cache
-def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL] | None:
-    """The compiler and the driver."""
-    if torch.version.cuda is None:
-        return None
-    try:
-        return ctypes.CDLL(f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"), ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
 
 
 @functools.cache
 def available(device: torch.device) -> bool:
     """Whether kernels can be compiled for this device; they need launches before the last one's end, and clusters."""
-    if device.type != "cuda" or _libraries() is None:
+    if device.type != "cuda" or libraries() is None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
 def _compile(name: str, options: tuple[str, ...]) -> bytes:
-    libraries, files = _libraries(), resources.files("spartan.inference.gpu")
-    assert libraries is not None
-    compiler, program, size = libraries[0], ctypes.c_void_p(), ctypes.c_size_t()
+    found, files = libraries(), resources.files("spartan.inference.gpu")
+    assert found is not None
+    compiler, program, size = found[0], ctypes.c_void_p(), ctypes.c_size_t()
     source = b"".join(files.joinpath(f"{part}.cu").read_bytes() for part in ("ptx", "common", name))
     compiler.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 0, None, None)
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
@@ -78,13 +50,8 @@ def _compile(name: str, options: tuple[str, ...]) -> bytes:
     return binary.raw
 
 
-def _check(result: int, what: str) -> None:
-    if result:
-        raise RuntimeError(f"{what}: the CUDA driver answers with error {result}")
-
-
 class Function:
-    """A compiled kernel, of which only the arguments, the grid and the stream differ from call to call.
+    """A compiled kernel.
 
     Args:
         source: a file beside this one, without its ending.
@@ -110,33 +77,31 @@ class Function:
     ) -> None:
         options = ["--gpu-architecture=sm_{}{}".format(*torch.cuda.get_device_capability(device)), "--std=c++17"]
         binary = _compile(source, (*options, *(f"-D{key}={value}" for key, value in macros.items())))
-        libraries = _libraries()
-        assert libraries is not None
-        driver, module, self._function = libraries[1], ctypes.c_void_p(), ctypes.c_void_p()
+        found = libraries()
+        assert found is not None
+        driver, module, self._function = found[1], ctypes.c_void_p(), ctypes.c_void_p()
         torch.cuda.current_stream(device)  # makes the device's context
-        _check(driver.cuModuleLoadData(ctypes.byref(module), binary), name)
-        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), name)
+        check(driver.cuModuleLoadData(ctypes.byref(module), binary), name)
+        check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), name)
         if shared > 48 << 10:
-            _check(driver.cuFuncSetAttribute(self._function, _SHARED_MEMORY, shared), name)
-        attributes = [_Attribute(_EARLY, 0, (1,)), _Attribute(_CLUSTER, 0, (cluster, 1, 1))]
-        self._attributes = (_Attribute * 2)(*attributes)
-        self._buffer, self._size = ctypes.create_string_buffer(layout.size), ctypes.c_size_t(layout.size)
-        given = (_BUFFER, ctypes.addressof(self._buffer), _SIZE, ctypes.addressof(self._size), 0)
-        self._extra = (ctypes.c_void_p * 5)(*given)
-        self._config = _Config((1, 1, 1), (threads, 1, 1), shared, None, self._attributes, 1 if cluster == 1 else 2)
-        self._layout, self._name, self._device, self._launch = layout, name, device, driver.cuLaunchKernelEx
-        self._lock = threading.Lock()
+            check(driver.cuFuncSetAttribute(self._function, _SHARED_MEMORY, shared), name)
+        self._layout, self._threads, self._shared, self._cluster = layout, threads, shared, cluster
+        self._device = device
 
-    def __call__(self, grid: tuple[int, int], *arguments: int) -> None:
-        """Launch on torch's current stream."""
-        config = self._config
-        with self._lock:
-            self._layout.pack_into(self._buffer, 0, *arguments)
-            config.grid[0], config.grid[1] = grid
-            config.stream = torch._C._cuda_getCurrentRawStream(self._device)
-            result = self._launch(ctypes.byref(config), self._function, None, self._extra)
-        if result:
-            _check(result, self._name)
+    def prepare(self, grid: tuple[int, int], arguments: Sequence[int], output: int) -> Prepared:
+        """A launch with these arguments; the first, and number `output`, are left open."""
+        return Prepared(
+            self._function.value,
+            grid,
+            self._threads,
+            self._shared,
+            self._layout.pack(*arguments),
+            (0,),
+            (0, 8 * output),
+            self._device,
+            cluster=self._cluster,
+            early=True,
+        )
 
 
 def macros_of(half: bool, aligned: bool, activation: str) -> dict[str, int]:
@@ -157,12 +122,39 @@ def runs_on(x: Tensor) -> bool:
     return x.dtype != torch.float32 and available(x.device)
 
 
+# What the kernels' modules have for a `CudaLinear`: what to launch for tokens as rows (and whether these are aligned),
+# buffers, sizes and an activation.
+Prepare = Callable[[Tensor, bool, list[Tensor], list[int], str], Prepared]
+
+
+def run(prepare: Prepare, x: Tensor, buffers: list[Tensor], sizes: list[int], activation: str) -> Tensor:
+    """The output of a kernel that takes x; `sizes` begin with the number of outputs."""
+    y = x.new_empty(*x.shape[:-1], sizes[0])
+    if y.numel() == 0:
+        return y
+    given, aligned = rows_of(x)
+    with linear.on(x.device.index):
+        prepare(given, aligned, buffers, sizes, activation)(given.data_ptr(), y.data_ptr())
+    return y
+
+
 class CudaLinear(FewTokensLinear):
     """A layer on one of these kernels.
 
     They read the weight while the kernel before them may still be running. So the device is waited for whenever a weight
     has been written.
     """
+
+    _prepare: Prepare
+
+    def _prepared(self, x: Tensor) -> tuple[Prepared, bool] | None:
+        if not runs_on(x):
+            return None
+        rows, aligned = rows_of(x)
+        if rows.data_ptr() != x.data_ptr():
+            return None
+        prepare = type(self)._prepare
+        return prepare(rows, aligned, self._operands(x.dtype), self._sizes, self.activation), aligned
 
     def _settle(self) -> None:
         if self.values.is_cuda:

@@ -27,6 +27,12 @@ INLINE uint2 load8(const uint2* p) {
     return v;
 }
 
+INLINE u32 load4(const u32* p) {
+    u32 v;
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+
 // 16 bytes to shared memory, on their way until `wait_for_copies`.
 INLINE void copy16(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(u32(__cvta_generic_to_shared(to))), "l"(from) : "memory");

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spartan.inference.cpu.ops import linear_torch
-from spartan.inference.gpu import linear, nvrtc
+from spartan.inference.gpu import nvrtc
+from spartan.inference.gpu.driver import Prepared
 
 _LANES, _SLOTS, _LONGEST = 32, 8, 255
 _LAYOUT = struct.Struct("8Qq4i")
@@ -125,6 +126,16 @@ def _function(
     return nvrtc.Function("few_singles", "single_linear", _LAYOUT, macros, device, threads, (inputs + 1 + threads) * 4)
 
 
+def _prepare(x: Tensor, aligned: bool, buffers: list[Tensor], sizes: list[int], activation: str) -> Prepared:
+    rows = buffers[4]
+    outputs, groups, shares, ahead = sizes
+    tokens, inputs = x.shape
+    half = x.dtype == torch.float16
+    function = _function(x.device.index, half, aligned, activation, inputs, groups, shares, ahead)
+    arguments = (0, *(t.data_ptr() for t in buffers), 0, x.stride(0), tokens, inputs, outputs, 0)
+    return function.prepare((rows.shape[0] // (_LANES * groups), tokens), arguments, 7)
+
+
 def run_singles(x: Tensor, buffers: list[Tensor], sizes: list[int], activation: str) -> Tensor:
     """act(x Wᵀ + b) with single weights.
 
@@ -134,26 +145,11 @@ def run_singles(x: Tensor, buffers: list[Tensor], sizes: list[int], activation: 
         sizes: outputs, and the numbers of `SingleKernel`.
         activation: a key of `spartan.inference.cpu.ops.ACTIVATIONS`.
     """
-    values, gaps, bases, starts, rows, bias = buffers
-    outputs, groups, shares, ahead = sizes
-    inputs = x.shape[-1]
     if not nvrtc.runs_on(x):
-        dense = unpack_singles(PackedSingles(values, gaps, bases, starts, rows, (outputs, inputs)))
+        values, gaps, bases, starts, rows, bias = buffers
+        dense = unpack_singles(PackedSingles(values, gaps, bases, starts, rows, (sizes[0], x.shape[-1])))
         return linear_torch(x, dense, bias, activation)
-    y = x.new_empty(*x.shape[:-1], outputs)
-    given, aligned = nvrtc.rows_of(x)
-    tokens, device = given.shape[0], x.device.index
-    if tokens == 0 or outputs == 0:
-        return y
-    with linear.on(device):
-        half = x.dtype == torch.float16
-        launch = _function(device, half, aligned, activation, inputs, groups, shares, ahead)
-        launch(
-            (rows.shape[0] // (_LANES * groups), tokens),
-            *(given.data_ptr(), values.data_ptr(), gaps.data_ptr(), bases.data_ptr(), starts.data_ptr()),
-            *(rows.data_ptr(), bias.data_ptr(), y.data_ptr(), given.stride(0), tokens, inputs, outputs, 0),
-        )
-    return y
+    return nvrtc.run(_prepare, x, buffers, sizes, activation)
 
 
 # The same as an operator that `torch.compile` takes as it is.
@@ -177,7 +173,7 @@ class SingleLinear(nvrtc.CudaLinear):
     """
 
     _names = ("values", "gaps", "bases", "starts", "rows", "bias")
-    _operator, _run = single_linear, staticmethod(run_singles)
+    _operator, _run, _prepare = single_linear, staticmethod(run_singles), staticmethod(_prepare)
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernel: SingleKernel, activation: str = "none") -> None:
         super().__init__(weight, bias, activation)
