@@ -138,15 +138,19 @@ class Addresses:
         fixed: whether tensors of the same list never move.
         replay: launches that it only notes are to read what they were noted with, so they run before the table changes,
             and the tensors live until then.
+        resting: whether tensors of the same list stay where they are while launches are noted.
     """
 
     aligned = True  # to 16 bytes, all of them
     version = 0  # it grows when the table changes
     remembered = 8  # gradients of one step often lie where those of an earlier one did
 
-    def __init__(self, device: torch.device, fixed: bool = False, replay: Replay | None = None) -> None:
-        self.device, self.fixed, self._replay = device, fixed, replay
+    def __init__(
+        self, device: torch.device, fixed: bool = False, replay: Replay | None = None, resting: bool = False
+    ) -> None:
+        self.device, self.fixed, self._replay, self._resting = device, fixed, replay, resting
         self._list: Sequence[Tensor | None] | None = None  # the last one, where it is to live as long as the table
+        self._looked = 0  # when: the number of what is being noted
         self._last: list[int] = []
         self._sent: dict[tuple[int, ...], Tensor] = {}  # on the host, ready to be copied once more
         # It stays where it is: graphs replay its address.
@@ -154,14 +158,21 @@ class Addresses:
 
     def of(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """The table; 0 stands for a tensor that is not there."""
-        if self.fixed and tensors is self._list:
+        if tensors is self._list and (self.fixed or self._rest()):
             return self._table
-        if self.fixed:
-            self._list = tensors
-        return self._at(_addresses(tensors), tensors)
+        table = self._at(_addresses(tensors), tensors)
+        if self.fixed or self._resting:
+            self._list, self._looked = tensors, self._replay.noting if self._replay is not None else 0
+        return table
+
+    def _rest(self) -> bool:
+        """Whether the tensors looked at last cannot have moved since."""
+        return self._resting and self._replay is not None and 0 < self._replay.noting == self._looked
 
     def same(self, tensors: Sequence[Tensor | None], version: int) -> bool:
         """Whether the table was that of these tensors at this version; they then live until noted launches have run."""
+        if tensors is self._list and self._rest():
+            return self.version == version
         same = self.version == version and _addresses(tensors) == self._last
         if same and self._replay is not None:
             self._replay.keep(tensors)
