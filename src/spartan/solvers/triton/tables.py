@@ -1,5 +1,6 @@
 """Lists many tensors for one launch: tables of addresses, and of the pieces that programs work on."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -31,8 +32,8 @@ class Pieces:
     what is given per tensor, `kinds` tells which of the different `prices` it has; `fine_costs` and `fine_prices` are
     their fine parts (`ops.parts.CostGrid`), None where they have none and sums do not round. `limits` has a row per
     segment: its pieces, its prices and its tensors, each from the first to the one past the last. With `programs`,
-    pieces also end where the entries are divided evenly among so many, and `shares` has the first piece of each, and
-    the end.
+    pieces also end where the entries are divided evenly among so many, and `shares` has a row for each: its first piece,
+    the one past its last, and the former's row. Several are followed by one without pieces.
 
     Args:
         sizes: entries of each tensor.
@@ -67,7 +68,7 @@ class Pieces:
         if programs:
             share = _up(-(-self.total // programs))
             length = _up(-(-share // -(-share // length)))  # as long as each other, within a share
-        shares, filled = [0], 0
+        firsts, filled = [0], 0
         rows: list[tuple[int, int, int, int]] = []
         kinds: list[int] = []
         prices: list[float] = []
@@ -83,14 +84,17 @@ class Pieces:
                     kinds.append(first_kind + own_prices.index(costs[i]))
                     start, filled = start + taken, filled + taken
                     if programs and filled >= share:
-                        shares.append(len(rows))
+                        firsts.append(len(rows))
                         filled = 0
                 position += sizes[i]
             prices += own_prices
             tensors = (mine[0], mine[-1] + 1) if mine else (0, 0)
             limits.append((first, len(rows), first_kind, len(prices), *tensors))
         if filled:
-            shares.append(len(rows))
+            firsts.append(len(rows))
+        shares = [(first, last, *rows[first]) for first, last in itertools.pairwise(firsts)]
+        if len(shares) != 1:
+            shares.append((len(rows), len(rows), 0, 0, 0, 0))
         self.count, self.length, which = len(rows), length, [row[0] for row in rows]
         self.tensors = which  # of each piece, where the host can read it
         self.shares = sent(shares, torch.int64, device)
