@@ -35,6 +35,7 @@ Turn = Callable[[list[bool], list[Tensor | None]], None]  # told which gradients
 RAW, TURNED, USED = 0, 1, 2
 grad_of = operator.attrgetter("grad")  # with `map` it is C: this runs in every backward
 _version_of = operator.attrgetter("_version")
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class GradientState:
@@ -120,11 +121,10 @@ class GradientState:
         """An optimizer has used the gradients of these targets; those of all targets, before it did, are given."""
         self.unused, self._differentiable, self._stepped = 0, False, True
         kind, used, versions, whole = self._kind, self._used, self._used_versions, self._whole
-        if whole and len(which) == len(kind) == kind.count(TURNED):  # the rule
-            if all(map(there, grads)):
-                kind[:], used[:] = [USED] * len(kind), map(weakref.ref, grads)  # type: ignore[arg-type]
-                versions[:] = map(_version_of, grads)
-                return
+        if whole and len(which) == len(kind) == kind.count(TURNED) and all(map(there, grads)):  # the rule
+            kind[:], used[:] = [USED] * len(kind), map(weakref.ref, grads)  # type: ignore[arg-type]
+            versions[:] = map(_version_of, grads)
+            return
         for i in which:
             if kind[i] != RAW:
                 grad = grads[i]
@@ -263,7 +263,7 @@ def _referred(reference: "weakref.ref[Tensor] | None") -> Tensor | None:
 
 def without_grad() -> AbstractContextManager[Any]:
     """Nothing where gradients are off already, as they mostly are in a step: to turn them off takes several calls."""
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def of_part(grads: Sequence[Tensor | None], numbers: Sequence[int], whole: bool) -> Sequence[Tensor | None]:

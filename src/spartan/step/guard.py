@@ -154,9 +154,7 @@ class Guard:
                 "end all of them together with join(throw_on_early_termination=True)."
             )
 
-    def gradients(
-        self, which: Sequence[int], grads: Sequence[Tensor | None], step: int, optimizer: Optimizer
-    ) -> None:
+    def gradients(self, which: Sequence[int], grads: Sequence[Tensor | None], step: int, optimizer: Optimizer) -> None:
         """No NaN or infinite gradient may reach θ, unless a loss scaler is there to skip the update.
 
         Given are those of all targets; `which` of them the optimizer trains.

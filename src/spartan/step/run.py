@@ -46,6 +46,7 @@ class Run:
         self.optimizers: list[Optimizer] = []  # those that are attached
         self._model, self._ddp = model, replicas(model)
         self._decays = False  # whether what the method declared for the last gradients has a decay
+        self._alone = problem.ranks.alone  # whether no weight lies in shards
         self.kept: list[int] | None = None  # units kept, where counting takes all processes
         self.sent = self._sent_before = 0  # bytes that processes exchanged for the last choice of masks, and until then
         self.set_budgets()
@@ -130,19 +131,15 @@ class Run:
         Without `check`, whether the model is as it was left is for the step to see.
         """
         if check:
-            self._look_at_replicas()
+            ddp = replicas(self._model)
+            if ddp is not None:
+                self.guard.check_join(ddp)
+            if ddp is not self._ddp:  # wrapped since
+                self._ddp = ddp
+                check_copies(ddp, [] if self.method.identity else look.thetas(self.weights))
             self.check_model()
         if not self.method.identity and self.gradients.turn_fresh(self._turn) and self._clip is not None:
             self._clip.remember()
-
-    def _look_at_replicas(self) -> None:
-        """What a DDP around the model, perhaps a new one, is not to do."""
-        ddp = replicas(self._model)
-        if ddp is not None:
-            self.guard.check_join(ddp)
-        if ddp is not self._ddp:  # wrapped since
-            self._ddp = ddp
-            check_copies(ddp, [] if self.method.identity else look.thetas(self.weights))
 
     def _turn(self, fresh: Sequence[bool], grads: Sequence[Tensor | None]) -> None:
         """Turn these gradients, of those of all targets."""
@@ -186,13 +183,20 @@ class Run:
 
     def solve(self) -> None:
         """New masks for θ at this moment; from the first step of finetuning on they are fixed."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.solve()
+            return
         if not self.weights.frozen:
-            with without_grad():
-                self._choose()
-                if self.at.phase == "finetune" and not self.method.identity:
-                    self.weights.freeze(self.at)
+            self._choose()
+            if self.at.phase == "finetune" and not self.method.identity:
+                self.weights.freeze(self.at)
+            if not self._alone:
                 self.count()
-        self._add_up()
+        if self._alone:
+            self.sent = 0
+        else:
+            self._add_up()
 
     def _choose(self) -> None:
         """New masks for θ, with the budgets of this moment."""
@@ -262,14 +266,11 @@ class Run:
 
         So one of them may ask for `stats` by itself.
         """
-        if not self.problem.ranks.alone:
+        if not self._alone:
             self.kept = look.kept_units(self.weights, self.at)
 
     def _add_up(self) -> None:
         """The bytes that processes have exchanged since the last time."""
-        if self.problem.ranks.alone:
-            self.sent = 0
-            return
         ranks = {id(part.ranks): part.ranks for part in (self.problem, *self.weights.problems)}
         sent = sum(each.sent for each in ranks.values())
         self.sent, self._sent_before = sent - self._sent_before, sent

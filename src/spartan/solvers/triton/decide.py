@@ -30,7 +30,6 @@ from spartan.solvers.triton.state import (
     MOST,
     MOVED,
     NEAR,
-    NEAREST,
     OFFSET,
     ORIGIN,
     PASSES,
@@ -49,7 +48,6 @@ from spartan.solvers.triton.state import (
     K,
     S,
     float_of,
-    key_of,
     look_around,
     look_at,
 )
@@ -64,7 +62,7 @@ def start(
 
     With OTHERS, which are reading the last solution meanwhile, that stays until `settle`.
     """
-    hard, key, low, high, soft, center, offset, flat, warm = opening(floats, ints, SOFT, COLD)
+    hard, key, low, high, _soft, center, offset, flat, warm = opening(floats, ints, SOFT, COLD)
     tl.store(ints + PASSES, 0)
     tl.store(ints + TIES, 0)
     tl.store(ints + CUT, 0)
@@ -302,7 +300,7 @@ def decide(
         tl.store(ints + SOLVED, 1)
         if SOFT:
             settle(floats, soft_done, origin, s, target, beta)
-    unfinished = ((hard | (soft_done == 0))).to(tl.int32)
+    unfinished = (hard | (soft_done == 0)).to(tl.int32)
     if hard | soft:
         if told is None:
             over, fine_over, f, d, lows, highs = added_up(begin, end, above, sums, costs, fine_costs, SOFT, ROWS)
@@ -328,10 +326,10 @@ def decide(
                     all_f, all_d, u_low, u_high = tl.sum(f), tl.sum(d), tl.min(lows), tl.max(highs)
                 else:
                     all_f, all_d, u_low, u_high = told_moments(moments, ends)
-                soft_done = 0 < newton(
+                soft_done = newton(
                     floats, ints, all_f, all_d, u_low, u_high, soft_k, total, target, beta, origin,
                     s, least, most, fresh, jumped, hard_done, value, tol,
-                )  # fmt: skip
+                ) > 0  # fmt: skip
             elif waits & known:
                 start_from(floats, ints, value)
         unfinished = ((hard_done & soft_done) == 0).to(tl.int32)

@@ -100,7 +100,7 @@ class Launcher:
     def write(self, key: Any, launch: Callable[[], None], parameters: Grads | None = None) -> None:
         """Launch what writes to parameters, and tell torch that they have changed."""
         self.replay(key, launch)
-        written = self.parameters if parameters is None else parameters
+        written: Any = self.parameters if parameters is None else parameters
         if written is not self._plain:
             written = [p for p in written if p is not None]
         increment_version(written)  # behind torch's back

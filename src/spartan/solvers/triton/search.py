@@ -16,7 +16,9 @@ from spartan.solvers.triton.meeting import announce, arrive, hear, look_further,
 from spartan.solvers.triton.passes import count_ties, cut_ties, look
 from spartan.solvers.triton.state import FLOATS, INTS, row_of
 
-SHARE = tl.constexpr(6)  # numbers of a row: the first piece of a program's share, the one past the last, the row of the first
+SHARE = tl.constexpr(
+    6
+)  # numbers of a row: the first piece of a program's share, the one past the last, the row of the first
 
 
 @triton.jit

@@ -1,7 +1,9 @@
 """Lists many tensors for one launch: tables of addresses, and of the pieces that programs work on."""
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -152,7 +154,8 @@ class Addresses:
     def __init__(
         self, device: torch.device, fixed: bool = False, replay: Replay | None = None, resting: bool = False
     ) -> None:
-        self.device, self.fixed, self._replay, self._resting = device, fixed, replay, resting
+        self.device, self.fixed, self._replay = device, fixed, replay
+        self._resting = replay if resting else None
         self._list: Sequence[Tensor | None] | None = None  # the last one, where it is to live as long as the table
         self._looked = 0  # when: the number of what is being noted
         self._last: list[int] = []
@@ -162,20 +165,18 @@ class Addresses:
 
     def of(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """The table; 0 stands for a tensor that is not there."""
-        if tensors is self._list and (self.fixed or self._rest()):
+        resting = self._resting
+        if tensors is self._list and (self.fixed or (resting is not None and self._looked == resting.noting != 0)):
             return self._table
         table = self._at(_addresses(tensors), tensors)
-        if self.fixed or self._resting:
-            self._list, self._looked = tensors, self._replay.noting if self._replay is not None else 0
+        if self.fixed or resting is not None:
+            self._list, self._looked = tensors, 0 if resting is None else resting.noting
         return table
-
-    def _rest(self) -> bool:
-        """Whether the tensors looked at last cannot have moved since."""
-        return self._resting and self._replay is not None and 0 < self._replay.noting == self._looked
 
     def same(self, tensors: Sequence[Tensor | None], version: int) -> bool:
         """Whether the table was that of these tensors at this version; they then live until noted launches have run."""
-        if tensors is self._list and self._rest():
+        resting = self._resting
+        if resting is not None and tensors is self._list and self._looked == resting.noting != 0:
             return self.version == version
         same = self.version == version and _addresses(tensors) == self._last
         if same and self._replay is not None:
@@ -212,7 +213,7 @@ class Addresses:
             if len(self._last) != len(now):
                 self._table = torch.empty_like(table, device=self.device)
             self._table.copy_(table, non_blocking=True)
-            self._last, self.aligned = now, all(address % 16 == 0 for address in now)
+            self._last, self.aligned = now, functools.reduce(operator.or_, now, 0) % 16 == 0
         return self._table
 
 

@@ -78,7 +78,9 @@ class TopK:
         self.counts = torch.zeros(len(self.pieces.prices), BINS.value, dtype=torch.int32, device=device)
         self.above = torch.zeros(n, dtype=torch.int32, device=device)
         self.sums = torch.zeros(n, 4, dtype=torch.float64, device=device)
-        self.arrived = torch.zeros(2, dtype=torch.int64, device=device)  # at the end of a pass, and decisions (`meeting`)
+        self.arrived = torch.zeros(
+            2, dtype=torch.int64, device=device
+        )  # at the end of a pass, and decisions (`meeting`)
         self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
         self._starts_there = sent(self.starts, torch.int64, device)
         held = replay is not None
