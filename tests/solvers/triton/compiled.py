@@ -134,7 +134,7 @@ def check_powers() -> None:
             by = {"more_masks": None, "scale": None, "MORE": weights.EVERYTHING, "DO": do}
             compile_it(gradient.where, {**owners, "numbers": "*fp32"}, **kept, **by, **both)
         kinds = {"SOFT": True, "ABS": True, "SUM": tl.float32, "COLD": False, "SAMPLED": True}
-        compile_it(search, fine_costs=None, fine_prices=None, ROWS=512, **kinds, **one)
+        compile_it(search, fine_costs=None, fine_prices=None, SEGMENTS=2, ROWS=512, **kinds, **one)
 
 
 def compile_runs() -> None:
@@ -347,9 +347,9 @@ if __name__ == "__main__":
     compile_it(drawing.clip, doubles, BLOCK=2048)
     sizes = {"BLOCK": 2048, "ROWS": 512}
     for kinds in (
-        {"owners": None, "SOFT": True, "ABS": True, "DTYPE": tl.float32, "SUM": tl.float32},
-        {"SOFT": True, "ABS": False, "DTYPE": tl.float32, "SUM": tl.float64},
-        {"SOFT": False, "ABS": True, "DTYPE": tl.bfloat16, "SUM": tl.float32},
+        {"owners": None, "SEGMENTS": 1, "SOFT": True, "ABS": True, "DTYPE": tl.float32, "SUM": tl.float32},
+        {"SEGMENTS": 64, "SOFT": True, "ABS": False, "DTYPE": tl.float32, "SUM": tl.float64},
+        {"SEGMENTS": 2, "SOFT": False, "ABS": True, "DTYPE": tl.bfloat16, "SUM": tl.float32},
     ):
         for fine in ({}, {"fine_costs": None, "fine_prices": None}):
             made = made_of(search, COLD=False, SAMPLED=True, **kinds, **sizes, **fine)

@@ -17,10 +17,13 @@ from torch import Tensor, nn
 
 import spartan
 from spartan.solvers.triton.replay import Replay
+from tests.solvers.triton import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="launches are left out, which on a GPU are needed")
 
 OURS = str(Path(spartan.__file__).parent)
 # A few more than there are, by Python 3.11; later ones call fewer.
-MOST = {"dense": 80, "spartan": 200, "topkast": 187}
+MOST = {"dense": 80, "spartan": 190, "topkast": 178}
 
 
 class Handed(torch.autograd.Function):

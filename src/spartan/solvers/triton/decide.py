@@ -4,8 +4,6 @@ import triton
 import triton.language as tl
 
 from spartan.solvers.triton.adding import added_up, counted, told_above, told_moments, told_within
-from spartan.solvers.triton.meeting import wait_for
-from spartan.solvers.triton.opening import opening
 from spartan.solvers.triton.state import (
     BETA,
     BINS,
@@ -30,6 +28,7 @@ from spartan.solvers.triton.state import (
     MOST,
     MOVED,
     NEAR,
+    NEAREST,
     OFFSET,
     ORIGIN,
     PASSES,
@@ -48,66 +47,71 @@ from spartan.solvers.triton.state import (
     K,
     S,
     float_of,
+    key_of,
     look_around,
     look_at,
 )
 
 
 @triton.jit
-def start(
-    floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.constexpr, N: tl.constexpr = BINS,
-    OTHERS: tl.constexpr = False,
-):  # fmt: skip
-    """One segment, from its last solution, or else from samples.
-
-    With OTHERS, which are reading the last solution meanwhile, that stays until `settle`.
-    """
-    hard, key, low, high, _soft, center, offset, flat, warm = opening(floats, ints, SOFT, COLD)
+def start(floats, ints, SOFT: tl.constexpr, COLD: tl.constexpr, SAMPLED: tl.constexpr, N: tl.constexpr = BINS):
+    """One segment, from its last solution, or else from samples."""
+    everything = tl.load(floats + K) == float("inf")
+    beta = tl.load(floats + BETA)
+    all_of_it = tl.load(floats + TOTAL)
+    moved = tl.load(ints + MOVED)
     tl.store(ints + PASSES, 0)
     tl.store(ints + TIES, 0)
     tl.store(ints + CUT, 0)
     tl.store(ints + JUMPED, 0)
     tl.store(ints + FRESH, 1)
     tl.store(ints + SAMPLES, 0)
-    if hard:
-        tl.store(ints + HARD_DONE, 0)
-        tl.store(ints + FROM, key)
-        look_at(ints, low, high, N)
-        if SAMPLED:
-            tl.store(ints + SAMPLES, tl.where(key < 0, 1, 0))
-    else:
-        tl.store(ints + HARD_DONE, 1)
+    solved = (tl.load(ints + SOLVED) != 0) & (not COLD)
+    zero = tl.full((), 0, tl.int64)
+    if everything:
         tl.store(floats + VALUE, -float("inf"))
-        tl.store(floats + COST, tl.load(floats + TOTAL))
+        tl.store(floats + COST, all_of_it)
+        tl.store(ints + HARD_DONE, 1)
+    else:
+        tl.store(ints + HARD_DONE, 0)
+        value = tl.load(floats + VALUE)
+        if solved & (value > -float("inf")):
+            key = key_of(value.to(tl.float32)).to(tl.int64)
+            look_around(ints, key, tl.where(2 * moved <= NEAREST, NEAREST, tl.minimum(4 * moved, NEAR)), N)
+            tl.store(ints + FROM, key)
+        else:
+            tl.store(ints + FROM, -1)
+            look_at(ints, zero, zero + HIGHEST, N)
+            if SAMPLED:
+                tl.store(ints + SAMPLES, 1)
     if SOFT:
-        share = tl.load(floats + SOFT_K) / tl.load(floats + TOTAL)
+        share = tl.load(floats + SOFT_K) / all_of_it
+        flat = (beta == 0.0) | (share <= 0.0) | (share >= 1.0)
         target = tl.where(
             share <= 0.0,
             -float("inf"),
             tl.where(share >= 1.0, float("inf"), tl.log(share) - tl.log(tl.maximum(1.0 - share, 1e-300))),
         )
         tl.store(floats + GOAL, target)
-        tl.store(floats + ORIGIN, center)
-        tl.store(floats + S, offset)
+        last = tl.load(floats + LAST_BETA)
+        center = tl.load(floats + CENTER)
+        offset = tl.load(floats + OFFSET)
+        tl.store(floats + LAST_BETA, beta)
+        warm = solved & (last > 0.0) & (offset > -float("inf")) & (offset < float("inf"))
+        # The same τ under the new β.
+        tl.store(floats + ORIGIN, tl.where(warm, center, 0.0))
+        moved = tl.where(warm, offset * beta / tl.where(last > 0.0, last, 1.0), 0.0)
+        tl.store(floats + S, moved)
+        tl.store(floats + CENTER, tl.where(flat, 0.0, tl.where(warm, center, 0.0)))
+        tl.store(floats + OFFSET, tl.where(flat, target, moved))
         tl.store(floats + RESIDUAL, 0.0)
-        tl.store(ints + SOFT_DONE, flat.to(tl.int64))
+        tl.store(ints + SOFT_DONE, tl.where(flat, 1, 0))
         # Everything is kept: there is no threshold to wait for.
-        tl.store(ints + WAITS, tl.where(warm | flat | (hard == 0), 0, 1))
-        if not OTHERS:
-            settle(floats, flat, center, offset, target, tl.load(floats + BETA))
+        tl.store(ints + WAITS, tl.where(warm | flat | everything, 0, 1))
     else:
         tl.store(ints + SOFT_DONE, 1)
         tl.store(ints + WAITS, 0)
-    if not OTHERS:
-        tl.store(ints + SOLVED, 1)
-
-
-@triton.jit
-def settle(floats, flat, center, offset, goal, beta):
-    """The soft mask's first line, in the place of the last solution's."""
-    tl.store(floats + CENTER, tl.where(flat, 0.0, center))
-    tl.store(floats + OFFSET, tl.where(flat, goal, offset))
-    tl.store(floats + LAST_BETA, beta)
+    tl.store(ints + SOLVED, 1)
 
 
 @triton.jit
@@ -115,19 +119,16 @@ def narrow(
     floats, ints, higher, cost_of, fine_higher, fine_of, number_in, k, k_fine, total, room, origin, low, high, shift,
     sampled, hard_done, value, known, SPLIT: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Which bin holds the threshold: the highest one at which what lies above it, and it, no longer fit.
-
-    Whether that is the end of it, and whether some, not all, of the units equal to it fit; and the threshold.
-    """
+    """Which bin holds the threshold: the highest one at which what lies above it, and it, no longer fit."""
     bins = tl.arange(0, N)
-    down_to = higher + tl.cumsum(cost_of, reverse=True)
+    all_within = tl.sum(cost_of)
+    down_to = higher + all_within - tl.cumsum(cost_of) + cost_of
+    all_seen = higher + all_within
     if SPLIT:
-        fine_down = fine_higher + tl.cumsum(fine_of, reverse=True)
-    ties = tl.full((), 0, tl.int32)
+        fine_within = tl.sum(fine_of)
+        fine_down = fine_higher + fine_within - tl.cumsum(fine_of) + fine_of
+        all_seen += fine_higher + fine_within
     if sampled:  # the same share of what was looked at; the first look, at all keys, tells how much that is
-        all_seen = higher + tl.sum(cost_of)
-        if SPLIT:
-            all_seen += fine_higher + tl.sum(fine_of)
         seen = tl.where(high - low == HIGHEST, all_seen, room)
         tl.store(floats + ROOM, seen)
         k = (k + k_fine) * (seen / total)
@@ -138,10 +139,7 @@ def narrow(
     else:
         too_much = down_to > k
         already = higher > k
-    # The bin and how many units are in it, in one number. What lies above it is the most that does fit.
-    some = tl.minimum(number_in.to(tl.int64), 2147483647)
-    highest = tl.max(tl.where(too_much, (bins.to(tl.int64) << 32) + some, -1))
-    bin = highest >> 32
+    bin = tl.max(tl.where(too_much, bins, -1)).to(tl.int64)
     further = (high - low + 1) * FURTHER
     if already:
         look_at(ints, high + 1, tl.minimum(high + further, HIGHEST), N)
@@ -159,8 +157,8 @@ def narrow(
         tl.store(ints + SAMPLES, 2)
         look_around(ints, guess, GUESSED, N)
     else:
-        kept = tl.maximum(higher, tl.max(tl.where(too_much, -float("inf"), down_to)))
-        number = (highest & 0xFFFFFFFF).to(tl.int32)
+        kept = higher + tl.sum(tl.where(bins > bin, cost_of, 0.0))
+        ties = tl.sum(tl.where(bins == bin, number_in, 0))
         value = float_of(low + bin).to(tl.float64)
         known = known | (bin >= 0)
         hard_done = hard_done | (bin >= 0)
@@ -172,12 +170,11 @@ def narrow(
             tl.store(floats + ROOM_FINE, k_fine - fine_kept)
             left += k_fine - fine_kept
             kept += fine_kept
-        ties = tl.where((left > 0.0) & (number > 1), 1, 0)
         tl.store(floats + COST, kept)
-        tl.store(ints + TIES, ties)
+        tl.store(ints + TIES, tl.where((left > 0.0) & (ties > 1), 1, 0))
         tl.store(ints + HARD_DONE, 1)
         tl.store(ints + MOVED, tl.where(origin < 0, NEAR, tl.abs(low + bin - origin)))
-    return hard_done, value, known, ties
+    return hard_done, value, known
 
 
 @triton.jit
@@ -194,18 +191,20 @@ def start_from(floats, ints, value):
 def newton(
     floats, ints, f, d, u_low, u_high, k, total, goal, beta, origin, s, least, most, fresh, jumped, hard_done, value, tol
 ):  # fmt: skip
-    """One step towards the root of logit(F/C) = logit(k/C), kept inside its bracket; whether that was the last one."""
-    done = tl.full((), 1, tl.int32)
+    """One step towards the root of logit(F/C) = logit(k/C), kept inside its bracket."""
     if u_low == u_high:  # all alike: the mask is flat
         tl.store(floats + CENTER, u_low)
         tl.store(floats + OFFSET, goal)
         tl.store(floats + RESIDUAL, 0.0)
+        tl.store(ints + SOFT_DONE, 1)
     else:
         least = tl.where(fresh, goal - beta * (u_high - origin), least)
         most = tl.where(fresh, goal - beta * (u_low - origin), most)
         residual = tl.abs(f - k) / k
         tl.store(floats + RESIDUAL, residual)
-        if residual > tol:
+        if residual <= tol:
+            tl.store(ints + SOFT_DONE, 1)
+        else:
             # Rounding may put the start a little outside.
             least = tl.where(f > k, least, tl.maximum(least, s))
             most = tl.where(f > k, tl.minimum(most, s), most)
@@ -224,7 +223,6 @@ def newton(
             tl.store(floats + MOST, most)
             tl.store(ints + FRESH, 0)
             inside = (following > least) & (following < most)
-            done = tl.full((), 0, tl.int32)
             if ((good == 0) | (inside == 0)) & (jumped == 0):
                 # A mask that is flat here says nothing, nor does a bracket of neighbouring numbers, whose origin may be
                 # far away: start again where the hard mask ends, when that is known.
@@ -243,29 +241,25 @@ def newton(
                 tl.store(floats + OFFSET, following + beta * (center - origin))
                 if good & (size < 0.1) & (rest <= 0.2 * tol):  # the other part is for rounding
                     tl.store(floats + RESIDUAL, rest)
-                    done = tl.full((), 1, tl.int32)
+                    tl.store(ints + SOFT_DONE, 1)
             else:
-                done = tl.full((), 1, tl.int32)
-    tl.store(ints + SOFT_DONE, done)
-    return done
+                tl.store(ints + SOFT_DONE, 1)
 
 
 @triton.jit
 def decide(
     floats, ints, limits, counts, above, sums, costs, prices, fine_costs, fine_prices, tol,
     SOFT: tl.constexpr, ROWS: tl.constexpr, told=None, moments=None, ends=None, N: tl.constexpr = BINS,
-    arrived=None, goal=0, first=False,
 ):  # fmt: skip
-    """What a pass found of a segment, and where the next one looks; whether one is needed, and whether ties are to be cut.
+    """What a pass found of a segment, and where the next one looks. There are fine prices only where coarse ones round.
 
-    There are fine prices only where coarse ones round. Where weights lie in shards, `told`, `moments` and `ends` have what
-    was found by all processes (`rounds`), and not the pieces. Where programs are still on their way, `arrived` counts
-    them up to the `goal`. The `first` time the last solution may go (see `start`).
+    Where weights lie in shards, `told`, `moments` and `ends` have what was found by all processes (`rounds`), and not
+    the pieces.
     """
     SPLIT: tl.constexpr = fine_prices is not None
     # All that may be needed is read at once: one way to the memory and back, not twenty one after the other.
-    begin = tl.load(limits)
-    end = tl.load(limits + 1)
+    first = tl.load(limits)
+    last = tl.load(limits + 1)
     first_kind = tl.load(limits + 2)
     last_kind = tl.load(limits + 3)
     hard = tl.load(ints + HARD_DONE) == 0
@@ -280,30 +274,21 @@ def decide(
     total = tl.load(floats + TOTAL)
     room = tl.load(floats + ROOM)
     value = tl.load(floats + VALUE)
-    ties = tl.load(ints + TIES).to(tl.int32)
     waits = tl.load(ints + WAITS) != 0
-    soft_done = tl.load(ints + SOFT_DONE) != 0
-    soft = (soft_done == 0) & (waits == 0)
+    soft = (tl.load(ints + SOFT_DONE) == 0) & (tl.load(ints + WAITS) == 0)
     if SOFT:
         fresh = tl.load(ints + FRESH) != 0
         jumped = tl.load(ints + JUMPED)
         soft_k = tl.load(floats + SOFT_K)
-        target = tl.load(floats + GOAL)
+        goal = tl.load(floats + GOAL)
         beta = tl.load(floats + BETA)
         origin = tl.load(floats + ORIGIN)
         s = tl.load(floats + S)
         least = tl.load(floats + LEAST)
         most = tl.load(floats + MOST)
-    if arrived is not None:
-        wait_for(arrived, goal)
-    if first:
-        tl.store(ints + SOLVED, 1)
-        if SOFT:
-            settle(floats, soft_done, origin, s, target, beta)
-    unfinished = (hard | (soft_done == 0)).to(tl.int32)
     if hard | soft:
         if told is None:
-            over, fine_over, f, d, lows, highs = added_up(begin, end, above, sums, costs, fine_costs, SOFT, ROWS)
+            over, fine_over, f, d, lows, highs = added_up(first, last, above, sums, costs, fine_costs, SOFT, ROWS)
         hard_done = hard == 0
         known = hard_done | (samples == 2)
         if samples != 1:
@@ -316,7 +301,7 @@ def decide(
             else:
                 higher, fine_higher = told_above(told, prices, fine_prices, first_kind, last_kind, N)
                 cost_of, fine_of, number_in = told_within(told, prices, fine_prices, first_kind, last_kind, N)
-            hard_done, value, known, ties = narrow(
+            hard_done, value, known = narrow(
                 floats, ints, higher, cost_of, fine_higher, fine_of, number_in, k, k_fine, total, room,
                 from_key, low, high, shift, samples == 1, hard_done, value, known, SPLIT, N,
             )  # fmt: skip
@@ -326,11 +311,9 @@ def decide(
                     all_f, all_d, u_low, u_high = tl.sum(f), tl.sum(d), tl.min(lows), tl.max(highs)
                 else:
                     all_f, all_d, u_low, u_high = told_moments(moments, ends)
-                soft_done = newton(
-                    floats, ints, all_f, all_d, u_low, u_high, soft_k, total, target, beta, origin,
+                newton(
+                    floats, ints, all_f, all_d, u_low, u_high, soft_k, total, goal, beta, origin,
                     s, least, most, fresh, jumped, hard_done, value, tol,
-                ) > 0  # fmt: skip
+                )  # fmt: skip
             elif waits & known:
                 start_from(floats, ints, value)
-        unfinished = ((hard_done & soft_done) == 0).to(tl.int32)
-    return unfinished, ties

@@ -39,14 +39,13 @@ def read(address, start, i, length, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def read_ahead(address, start, i, whole, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """The same of a block that ends within its piece, whose whole blocks end there; after the last, nothing is read."""
+def read_whole(address, start, i, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """The same of a block that ends within its piece."""
     here = i + tl.arange(0, BLOCK)
-    inside = i + tl.zeros((BLOCK,), tl.int32) < whole  # all of it or nothing, which the compiler is to see
     if address % 16 == 0:
-        x = tl.load(wide_at(address, start, DTYPE) + here, mask=inside, other=0.0)
+        x = tl.load(wide_at(address, start, DTYPE) + here)
     else:
-        x = tl.load(narrow_at(address, start, DTYPE) + here, mask=inside, other=0.0)
+        x = tl.load(narrow_at(address, start, DTYPE) + here)
     return x
 
 

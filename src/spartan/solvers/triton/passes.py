@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from spartan.solvers.triton.moves import read, read_ahead
-from spartan.solvers.triton.opening import opening
+from spartan.solvers.triton.moves import read, read_whole
 from spartan.solvers.triton.powers import value_of
 from spartan.solvers.triton.ptx import LOG2E, count_places, logistic
 from spartan.solvers.triton.state import (
@@ -30,7 +29,6 @@ from spartan.solvers.triton.state import (
     WAITS,
     row_of,
     segment_of,
-    shift_for,
     signed,
     signed_key_of,
 )
@@ -79,70 +77,58 @@ def visit(
 
 @triton.jit
 def look(
-    piece, which, start, length, opens, addresses, segments, factors, kinds, all_floats, all_ints, counts, above, sums,
+    piece, addresses, table, segments, factors, kinds, all_floats, all_ints, counts, above, sums,
     SOFT: tl.constexpr, ABS: tl.constexpr, POWER: tl.constexpr, DTYPE: tl.constexpr, SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Read a piece: count its keys into bins, and sum its soft mask. The pass that opens looks where the last one ended."""
+    """Read a piece: count its keys into bins, and sum its soft mask."""
     segment = segment_of(segments, piece)
     floats = all_floats + segment * FLOATS
     ints = all_ints + segment * INTS
     # Read before it is asked whether they are needed: one way to the memory and back instead of three.
-    address = tl.load(addresses + which)
+    which, start, length, _ = row_of(table, piece)
     factor = tl.load(factors + piece)
     kind = tl.load(kinds + piece)
-    whole = length // BLOCK * BLOCK
-    # Two blocks are on their way while one is worked on.
-    following = read_ahead(address, start, 0, whole, DTYPE, BLOCK)
-    after = read_ahead(address, start, BLOCK, whole, DTYPE, BLOCK)
-    sampled = tl.full((), 0, tl.int1)
-    if opens:
-        hard, _, lowest, highest, soft, center, offset, _, _ = opening(floats, ints, SOFT, False)
-        shift = shift_for(lowest, highest)
-    else:
-        hard = tl.load(ints + HARD_DONE) == 0
-        soft = tl.full((), 0, tl.int1)
-        center = tl.full((), 0.0, tl.float64)
-        offset = tl.full((), 0.0, tl.float64)
-        if SOFT:
-            soft = (tl.load(ints + SOFT_DONE) == 0) & (tl.load(ints + WAITS) == 0)
-            center = tl.load(floats + CENTER)
-            offset = tl.load(floats + OFFSET)
-        sampled = tl.load(ints + SAMPLES) == 1
-        lowest = tl.load(ints + LOW)
-        highest = tl.load(ints + HIGH)
-        shift = tl.load(ints + SHIFT)
+    hard = tl.load(ints + HARD_DONE) == 0
+    soft = False
+    if SOFT:
+        soft = (tl.load(ints + SOFT_DONE) == 0) & (tl.load(ints + WAITS) == 0)
+    sampled = tl.load(ints + SAMPLES) == 1
+    address = tl.load(addresses + which)
     if hard | soft:
         if sampled:
             length = tl.minimum(length, SAMPLE)
-            whole = length // BLOCK * BLOCK
         mine = counts + kind * BINS
-        low = signed(lowest)
-        top = signed(highest)
+        low = signed(tl.load(ints + LOW))
+        top = signed(tl.load(ints + HIGH))
         span = (top - low).to(tl.uint32, bitcast=True)
-        places = shift.to(tl.uint32)
+        shift = tl.load(ints + SHIFT).to(tl.uint32)
         # sigmoid(β(u − center) + offset) = 1/(1 + 2^x)
         slope = (tl.load(floats + BETA) * -LOG2E).to(SUM)
-        middle = center.to(SUM)
-        base = (offset * -LOG2E).to(SUM)
+        center = tl.load(floats + CENTER).to(SUM)
+        offset = (tl.load(floats + OFFSET) * -LOG2E).to(SUM)
         over = tl.zeros((BLOCK,), tl.int32)
         f = tl.zeros((BLOCK,), SUM)
         f2 = tl.zeros((BLOCK,), SUM)
         least = tl.full((BLOCK,), float("inf"), tl.float32)
         most = tl.full((BLOCK,), -float("inf"), tl.float32)
+        whole = length // BLOCK * BLOCK
+        following = tl.zeros((BLOCK,), DTYPE)
+        if whole > 0:
+            following = read_whole(address, start, 0, DTYPE, BLOCK)
         for i in range(0, whole, BLOCK):
             u = rank_of(following, factor, ABS, POWER)
-            following = after
-            after = read_ahead(address, start, i + 2 * BLOCK, whole, DTYPE, BLOCK)
+            # The next block is on its way while this one is worked on; after the last, it once more.
+            following = read_whole(address, start, tl.minimum(i + BLOCK, whole - BLOCK), DTYPE, BLOCK)
             over, f, f2, least, most = visit(
-                u, None, mine, low, span, places, top, hard, soft, slope, middle, base, over, f, f2, least, most,
+                u, None, mine, low, span, shift, top, hard, soft, slope, center, offset, over, f, f2, least, most,
                 SOFT, ABS, SUM,
             )  # fmt: skip
         if whole < length:
             here = whole + tl.arange(0, BLOCK)
             u = rank_of(read(address, start, whole, length, DTYPE, BLOCK), factor, ABS, POWER)
             over, f, f2, least, most = visit(
-                u, here < length, mine, low, span, places, top, hard, soft, slope, middle, base,
+                u, here < length, mine, low, span, shift, top, hard, soft, slope, center, offset,
                 over, f, f2, least, most, SOFT, ABS, SUM,
             )  # fmt: skip
         if hard:

@@ -56,10 +56,9 @@ def read(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A pass over what lies here."""
-    which, begins, length, _ = row_of(table, tl.program_id(0))
     look(
-        tl.program_id(0), which, begins, length, False, addresses, segments, factors, kinds, floats, ints, counts, above,
-        sums, SOFT, ABS, POWER, DTYPE, SUM, BLOCK,
+        tl.program_id(0), addresses, table, segments, factors, kinds, floats, ints, counts, above, sums,
+        SOFT, ABS, POWER, DTYPE, SUM, BLOCK,
     )  # fmt: skip
 
 

@@ -119,20 +119,14 @@ def float_of(key):
 
 
 @triton.jit
-def shift_for(low, high, N: tl.constexpr = BINS):
-    """Into bins of so many keys, as a power of two, go all from low to high."""
+def look_at(ints, low, high, N: tl.constexpr = BINS):
+    """The next pass counts the keys from low to high, in at most N bins, a power of two."""
     shift = low * 0
     while (tl.full((), N, tl.int64) << shift) < high - low + 1:
         shift += 1
-    return shift
-
-
-@triton.jit
-def look_at(ints, low, high, N: tl.constexpr = BINS):
-    """The next pass counts the keys from low to high, in at most N bins, a power of two."""
     tl.store(ints + LOW, low)
     tl.store(ints + HIGH, high)
-    tl.store(ints + SHIFT, shift_for(low, high, N))
+    tl.store(ints + SHIFT, shift)
 
 
 @triton.jit

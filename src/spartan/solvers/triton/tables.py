@@ -1,7 +1,6 @@
 """Lists many tensors for one launch: tables of addresses, and of the pieces that programs work on."""
 
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -34,8 +33,8 @@ class Pieces:
     what is given per tensor, `kinds` tells which of the different `prices` it has; `fine_costs` and `fine_prices` are
     their fine parts (`ops.parts.CostGrid`), None where they have none and sums do not round. `limits` has a row per
     segment: its pieces, its prices and its tensors, each from the first to the one past the last. With `programs`,
-    pieces also end where the entries are divided evenly among so many, and `shares` has a row for each: its first piece,
-    the one past its last, and the former's row. Several are followed by one without pieces.
+    pieces also end where the entries are divided evenly among so many, and `shares` has the first piece of each, and
+    the end.
 
     Args:
         sizes: entries of each tensor.
@@ -70,7 +69,7 @@ class Pieces:
         if programs:
             share = _up(-(-self.total // programs))
             length = _up(-(-share // -(-share // length)))  # as long as each other, within a share
-        firsts, filled = [0], 0
+        shares, filled = [0], 0
         rows: list[tuple[int, int, int, int]] = []
         kinds: list[int] = []
         prices: list[float] = []
@@ -86,17 +85,14 @@ class Pieces:
                     kinds.append(first_kind + own_prices.index(costs[i]))
                     start, filled = start + taken, filled + taken
                     if programs and filled >= share:
-                        firsts.append(len(rows))
+                        shares.append(len(rows))
                         filled = 0
                 position += sizes[i]
             prices += own_prices
             tensors = (mine[0], mine[-1] + 1) if mine else (0, 0)
             limits.append((first, len(rows), first_kind, len(prices), *tensors))
         if filled:
-            firsts.append(len(rows))
-        shares = [(first, last, *rows[first]) for first, last in itertools.pairwise(firsts)]
-        if len(shares) != 1:
-            shares.append((len(rows), len(rows), 0, 0, 0, 0))
+            shares.append(len(rows))
         self.count, self.length, which = len(rows), length, [row[0] for row in rows]
         self.tensors = which  # of each piece, where the host can read it
         self.shares = sent(shares, torch.int64, device)

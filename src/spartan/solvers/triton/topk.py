@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -78,9 +79,7 @@ class TopK:
         self.counts = torch.zeros(len(self.pieces.prices), BINS.value, dtype=torch.int32, device=device)
         self.above = torch.zeros(n, dtype=torch.int32, device=device)
         self.sums = torch.zeros(n, 4, dtype=torch.float64, device=device)
-        self.arrived = torch.zeros(
-            2, dtype=torch.int64, device=device
-        )  # at the end of a pass, and decisions (`meeting`)
+        self.arrived = torch.zeros(1, dtype=torch.int64, device=device)
         self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
         self._starts_there = sent(self.starts, torch.int64, device)
         held = replay is not None
@@ -105,10 +104,7 @@ class TopK:
         owners: Sequence[int],
         segments: int,
     ) -> Pieces:
-        """The pieces that passes go over: a share for each of the programs that are on the device at the same time.
-
-        The last of several programs has none: it decides when the others are done.
-        """
+        """The pieces that passes go over: a share for each of the programs that are on the device at the same time."""
         programs = _programs(sum(sizes), device)
         return Pieces(sizes, costs, factors, device, owners=owners, segments=segments, programs=programs)
 
@@ -158,12 +154,13 @@ class TopK:
     def _launch(self, where: Tensor, dtype: torch.dtype, soft: bool, cold: bool, power: float) -> None:
         p, segments = self.pieces, len(self.sizes)
         sampled = cold and max(self.sizes) >= SAMPLED_FROM
-        search[(len(p.shares),)](
+        search[(len(p.shares) - 1,)](
             where, p.table, p.shares, p.segments, p.limits, p.factors, p.kinds, p.costs, p.prices,
             p.fine_costs, p.fine_prices, self.states.floats, self.states.ints, self.counts, self.above, self.sums,
             self.arrived, segments, MOST_PASSES, 1e-6,
             SOFT=soft, COLD=cold, SAMPLED=sampled, ABS=self.absolute, POWER=power, DTYPE=DTYPES[dtype],
-            SUM=tl.float64 if max(self.sizes) <= WIDE else tl.float32, BLOCK=BLOCK, ROWS=512, **self.launch,
+            SUM=tl.float64 if max(self.sizes) <= WIDE else tl.float32,
+            SEGMENTS=triton.next_power_of_2(segments), BLOCK=BLOCK, ROWS=512, **self.launch,
         )  # fmt: skip
 
     def keep(self, values: Tensor) -> Tensor:
@@ -247,4 +244,4 @@ def _programs(entries: int, device: torch.device) -> int:
     if device.type != "cuda":
         return 1  # the interpreter runs one after the other
     most = PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(most - 1, entries // SHARE))
+    return max(1, min(most, entries // SHARE))
