@@ -46,7 +46,7 @@ class GradientState:
     Args:
         targets: whose gradients.
         turn: turns all fresh gradients, at the end of a backward; it calls `turn_fresh`. It is told whether to look at the
-            model, since no step, which does so, has come after the last backward.
+            model closely, since no step, which does so, has come after the last backward.
         model: the model, possibly wrapped.
     """
 

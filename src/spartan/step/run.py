@@ -128,7 +128,7 @@ class Run:
     def backward(self, check: bool = True) -> None:
         """Turn the fresh gradients for w in `.grad` into gradients for θ, in place; missing ones count as zero.
 
-        Without `check`, whether the model is as it was left is for the step to see.
+        Without `check`, only versions are looked at: the rest is for the step to see.
         """
         if check:
             ddp = replicas(self._model)
@@ -137,6 +137,7 @@ class Run:
             if ddp is not self._ddp:  # wrapped since
                 self._ddp = ddp
                 check_copies(ddp, [] if self.method.identity else look.thetas(self.weights))
+        if check or not self.guard.same_versions():
             self.check_model()
         if not self.method.identity and self.gradients.turn_fresh(self._turn) and self._clip is not None:
             self._clip.remember()
