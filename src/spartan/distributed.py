@@ -132,7 +132,7 @@ def replicas(model: nn.Module) -> DistributedDataParallel | None:
     while is_compiled(model):
         model = model._orig_mod  # type: ignore[assignment]
     if not isinstance(model, DistributedDataParallel):
-        around = _AROUND.get(model)
+        around = _AROUND.get(model) if _AROUND else None  # asked twice a step, and mostly there is no DDP at all
         found = None if around is None else around()
         if found is None:
             return None

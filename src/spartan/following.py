@@ -132,8 +132,10 @@ def _unfollowed(what: str) -> str:
 
 def check_callbacks(sparsifier: "Sparsifier") -> None:
     """Refuse callbacks of Lightning that average the model, and that nobody has asked the sparsifier to follow."""
-    followed = [follower.averaged for follower in sparsifier._followers]
     trainer = vars(unwrap(sparsifier.model)).get("_trainer")
+    if trainer is None:
+        return
+    followed = [follower.averaged for follower in sparsifier._followers]
     for callback in getattr(trainer, "callbacks", None) or ():
         averaged = getattr(callback, "_average_model", None)
         if isinstance(averaged, nn.Module) and not any(averaged is x for x in followed):

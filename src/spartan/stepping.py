@@ -24,14 +24,9 @@ def step(
     """What `optimizer.step()` does now."""
     check_alive(self, "optimizer.step")
     run, before = self._run, self._run.at.step
-    me = next((j for j, other in enumerate(self._attachment.optimizers) if other is optimizer), None)
-    if me is None:
-        raise RuntimeError(
-            "this optimizer is a copy of one that a sparsifier is attached to. Copy model, optimizer and sparsifier "
-            "together, or attach() a sparsifier of its own to the copy."
-        )
+    me = self._attachment.number_of(optimizer)
     mine = self._mine[me]
-    if closure is None and only_creates_state(optimizer, run.guard.agree):
+    if closure is None and not optimizer.state and only_creates_state(optimizer, run.guard.agree):
         with torch.no_grad():
             run.weights.put(mine)  # the state is that of θ, which stays as it is
         try:
@@ -43,14 +38,15 @@ def step(
     skipped = ask_scaler(optimizer)
     if self.method.identity:
         result, mine = update() if closure is None else update(closure), []
-    else:
-        check_callbacks(self)
-        if self.method.replaces(run.at):
-            result, mine = without_update(run, optimizer, mine, closure), []
-        else:
-            result = run.step(optimizer, mine, update, closure, skipped)
-    left_out = skipped()
-    run.finish(optimizer, mine, left_out, advance=not left_out and self._attachment.advances(me))
+    with torch.no_grad():
+        if not self.method.identity:
+            check_callbacks(self)
+            if self.method.replaces(run.at):
+                result, mine = without_update(run, optimizer, mine, closure), []
+            else:
+                result = run.step(optimizer, mine, update, closure, skipped)
+        left_out = skipped()
+        run.finish(optimizer, mine, left_out, advance=not left_out and self._attachment.advances(me))
     self._notices.look(run)
     if run.at.step > before:
         for average in self._averages:

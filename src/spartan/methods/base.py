@@ -152,7 +152,9 @@ class Method(ABC):
 
 def scaled_beta(beta: Schedule, scale: bool, problem: Problem, at: Moment) -> list[float]:
     """β of every segment; with `scale` its end grows by √n for units of n entries: their mean varies √n times less."""
-    sizes = [problem.unit_size(s) if scale else None for s in range(len(problem.segments))]
+    if not scale or problem.pattern.single:
+        return [beta.at(at.progress)] * len(problem.segments)
+    sizes = [problem.unit_size(s) for s in range(len(problem.segments))]
     each = {
         size: (beta if size is None or size == 1 else beta.scaled(size**0.5)).at(at.progress) for size in set(sizes)
     }

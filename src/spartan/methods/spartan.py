@@ -11,6 +11,9 @@ from spartan.problem.schedules import Moment, Schedule, as_schedule, linear
 from spartan.solvers.forms import KEPT, VJP, Form, Mask
 from spartan.solvers.torch import TorchSolver
 
+HARD = Form(Mask.ONE, KEPT)
+SOFT, UNPROJECTED = (Form(Mask.SOFT, VJP.THROUGH, project=project) for project in (True, False))
+
 
 @register
 @dataclass(frozen=True)
@@ -90,5 +93,5 @@ class Spartan(Method):
     def form(self, solver: TorchSolver, at: Moment) -> Form:
         """Π_k(θ ⊙ softtopk(|θ|)), with the gradient of the soft mask."""
         if solver.dual is None:  # β = inf
-            return Form(Mask.ONE, KEPT)
-        return Form(Mask.SOFT, VJP.THROUGH, project=self.project)
+            return HARD
+        return SOFT if self.project else UNPROJECTED

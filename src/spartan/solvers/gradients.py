@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from spartan.solvers.base import Grads
+from spartan.solvers.base import Grads, there
 from spartan.solvers.forms import KEPT, Along, Form, Mask, PerSegment, Shifted, Where
 from spartan.solvers.sampling import Sampling
 from spartan.solvers.units import masked, times
@@ -42,7 +42,7 @@ class Gradients(Sampling):
     def with_missing(self, form: Form, grads: Grads) -> Grads:
         """Zeros where the loss did not reach a weight that still feels the others, through the budget they share."""
         shifted = isinstance(form.mask, Shifted)  # its expression reaches all
-        if not (form.couples or shifted) or self.problem.pattern.rows is not None or all(g is not None for g in grads):
+        if not (form.couples or shifted) or self.problem.pattern.rows is not None or all(map(there, grads)):
             return grads
         found = list(grads)
         for i, target in enumerate(self.problem.targets):

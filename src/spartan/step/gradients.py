@@ -1,8 +1,8 @@
 """Knows which gradients are for w and which for θ, and has them turned at the end of every backward.
 
 Whoever clips or logs gradients should see those for θ. So the first one that a backward accumulates queues a call for the
-end of that backward, which turns all that are fresh. (There it queues itself once more, to come after DDP's and FSDP2's
-own calls.) The map is linear: what a further backward would add to a gradient for θ is accumulated apart, turned by
+end of that backward, which turns all that are fresh. (With DDP or FSDP2 it queues itself once more there, to come after
+their own calls.) The map is linear: what a further backward would add to a gradient for θ is accumulated apart, turned by
 itself, and added. Where the end of a backward is not the end of the gradient's making, it stays one for w, and the
 optimizer's step has it turned: see `left_for_the_step`.
 
@@ -21,19 +21,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from spartan.distributed import fsdp_modules, is_dtensor, replicas, version
-from spartan.problem.problem import Problem
+from spartan.distributed import fsdp_modules, is_dtensor, local, replicas, version
 from spartan.problem.targets import Target
 from spartan.solvers.base import there
 from spartan.solvers.theta import copy_all
 
+Turn = Callable[[list[bool], list[Tensor | None]], None]  # told which gradients are fresh, and all of them
 # What a gradient is: one for w, or none; one for θ; one for θ that an optimizer has used.
 RAW, TURNED, USED = 0, 1, 2
 grad_of = operator.attrgetter("grad")  # with `map` it is C: this runs in every backward
-_grad_of_target, _version_of = operator.attrgetter("parameter.grad"), operator.attrgetter("_version")
+_version_of = operator.attrgetter("_version")
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class GradientState:
@@ -115,19 +117,17 @@ class GradientState:
         lacks, self._lacks_decay[i] = self._kind[i] == TURNED and self._lacks_decay[i], False
         return lacks
 
-    def stepped(self, which: Sequence[int]) -> None:
-        """An optimizer has used the gradients of these targets."""
+    def stepped(self, which: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        """An optimizer has used the gradients of these targets; those of all targets, before it did, are given."""
         self.unused, self._differentiable, self._stepped = 0, False, True
         kind, used, versions, whole = self._kind, self._used, self._used_versions, self._whole
-        if whole and len(which) == len(kind) == kind.count(TURNED):  # the rule
-            grads = list(map(grad_of, self._parameters))
-            if all(map(there, grads)):
-                kind[:], used[:] = [USED] * len(kind), map(weakref.ref, grads)
-                versions[:] = map(_version_of, grads)
-                return
+        if whole and len(which) == len(kind) == kind.count(TURNED) and all(map(there, grads)):  # the rule
+            kind[:], used[:] = [USED] * len(kind), map(weakref.ref, grads)  # type: ignore[arg-type]
+            versions[:] = map(_version_of, grads)
+            return
         for i in which:
             if kind[i] != RAW:
-                grad = self._parameters[i].grad
+                grad = grads[i]
                 if grad is None:
                     kind[i], used[i] = RAW, None
                 else:
@@ -153,23 +153,26 @@ class GradientState:
         """Whether the fresh gradients will be added to others of the same step."""
         return bool(self._aside)
 
-    def turn_fresh(self, turn: Callable[[list[bool]], None]) -> bool:
+    def listed(self) -> list[Tensor | None]:
+        """The gradient of every target."""
+        return list(map(grad_of, self._parameters))
+
+    def turn_fresh(self, turn: Turn) -> bool:
         """Have the fresh gradients turned, and add them to those of earlier backwards; whether there were any."""
         if self._aside or self._kind.count(TURNED) < len(self._kind):  # not so after any backward
             with without_grad():
                 return self._turn_fresh(turn)
         return False
 
-    def _turn_fresh(self, turn: Callable[[list[bool]], None]) -> bool:
-        if any(self._kind):
-            fresh = [self.fresh(i) for i in range(len(self._kind))]
-        else:
-            fresh = list(map(there, map(grad_of, self._parameters)))
+    def _turn_fresh(self, turn: Turn) -> bool:
+        grads = self.listed()
+        fresh = [self.fresh(i) for i in range(len(grads))] if any(self._kind) else list(map(there, grads))
         if any(fresh):
-            if not all(fresh):  # also where this backward did not reach: through the budget it adds something there
+            all_of_them = all(fresh)
+            if not all_of_them:  # also where this backward did not reach: through the budget it adds something there
                 self.set_aside(fresh)
-            turn(fresh)
-            if all(fresh):  # what was there still is
+            turn(fresh, grads)
+            if all_of_them:  # what was there still is
                 self._kind[:] = [TURNED] * len(fresh)
             else:
                 self._kind[:] = [RAW if p.grad is None else TURNED for p in self._parameters]
@@ -212,18 +215,19 @@ class GradientState:
         if not any(map(there, map(grad_of, self._parameters))):
             self._kind[:] = [RAW] * len(self._kind)
         self._differentiable = self._differentiable or torch.is_grad_enabled()  # backward(create_graph=True)
-        me, engine = weakref.ref(self), torch.autograd.Variable._execution_engine
+        me, queue = weakref.ref(self), torch.autograd.Variable._execution_engine.queue_callback
+        ddp = replicas(self._model)
 
         def end() -> None:
             state = me()
             if state is not None:
-                state._end(reentrant)
+                state._end(reentrant, ddp)
 
-        engine.queue_callback(lambda: engine.queue_callback(end))
+        queue(end if ddp is None and not self._sharded else lambda: queue(end))
 
-    def _end(self, reentrant: bool) -> None:
+    def _end(self, reentrant: bool, ddp: DistributedDataParallel | None) -> None:
         self._task[0] = -1
-        self.raw = reentrant or self.left_for_the_step()
+        self.raw = reentrant or self._left_for_the_step(ddp)
         turn, check = self._turn(), not self._stepped
         self._stepped = False
         if not self.raw and turn is not None and not self.paused:
@@ -235,7 +239,9 @@ class GradientState:
         So it is under DDP's `no_sync`, with several processes whose gradients somebody else adds up, in compiled autograd,
         and where gradients are to be differentiated again.
         """
-        ddp = replicas(self._model)  # asked anew: accelerate and others wrap a model later
+        return self._left_for_the_step(replicas(self._model))  # asked anew: accelerate and others wrap a model later
+
+    def _left_for_the_step(self, ddp: DistributedDataParallel | None) -> bool:
         if ddp is not None:
             if not ddp.require_backward_grad_sync:
                 return True
@@ -257,12 +263,13 @@ def _referred(reference: "weakref.ref[Tensor] | None") -> Tensor | None:
 
 def without_grad() -> AbstractContextManager[Any]:
     """Nothing where gradients are off already, as they mostly are in a step: to turn them off takes several calls."""
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
-def grads_of(problem: Problem, whole: bool) -> list[Tensor | None]:
-    """What this process holds of the gradient of every target of a part; all of it, where none is in shards."""
-    return list(map(_grad_of_target, problem.targets)) if whole else [t.local_grad for t in problem.targets]
+def of_part(grads: Sequence[Tensor | None], numbers: Sequence[int], whole: bool) -> Sequence[Tensor | None]:
+    """What this process holds of the gradients of a part's targets; all of it, where none is in shards."""
+    mine = grads if len(numbers) == len(grads) else [grads[n] for n in numbers]  # the only part has them in order
+    return mine if whole else [None if grad is None else local(grad) for grad in mine]
 
 
 def _hook(me: "weakref.ref[GradientState]", kind: list[int], now: list[int], i: int) -> Callable[[Any], None]:

@@ -14,7 +14,7 @@ from spartan.distributed import alike, fsdp_modules, is_dtensor, version
 from spartan.problem.targets import current, some_names
 from spartan.solvers.base import FINE
 from spartan.solvers.theta import copy_all
-from spartan.step.gradients import grads_of
+from spartan.step.gradients import of_part
 from spartan.step.weights import Weights, watched_parts
 
 OFTEN = 16  # steps between two looks at the flags of an accelerator: to fetch them takes the host as long as a launch or two
@@ -154,18 +154,21 @@ class Guard:
                 "end all of them together with join(throw_on_early_termination=True)."
             )
 
-    def gradients(self, which: Sequence[int], step: int, optimizer: Optimizer) -> None:
-        """No NaN or infinite gradient may reach θ, unless a loss scaler is there to skip the update."""
+    def gradients(self, which: Sequence[int], grads: Sequence[Tensor | None], step: int, optimizer: Optimizer) -> None:
+        """No NaN or infinite gradient may reach θ, unless a loss scaler is there to skip the update.
+
+        Given are those of all targets; `which` of them the optimizer trains.
+        """
         if getattr(optimizer, "found_inf", None) is not None:
             return
         if not self._waits:
             for part, mine in zip(self.weights.parts, self.weights.local(which), strict=True):
                 if mine:
-                    grads = grads_of(part.problem, self.whole)
-                    if len(mine) < len(grads):
+                    own = of_part(grads, part.problem.numbers, self.whole)
+                    if len(mine) < len(own):
                         some = set(mine)
-                        grads = [grad if i in some else None for i, grad in enumerate(grads)]
-                    part.check_gradients(grads)
+                        own = [grad if i in some else None for i, grad in enumerate(own)]
+                    part.check_gradients(own)
             return
         bad = self.agree(_first_non_finite((i, self.targets[i].local_grad) for i in which))
         if bad is not None:

@@ -16,7 +16,7 @@ from spartan.solvers.theta import copy_all
 from spartan.solvers.torch import TorchSolver
 from spartan.step import look
 from spartan.step.clip import JointClip
-from spartan.step.gradients import GradientState, grads_of, without_grad
+from spartan.step.gradients import GradientState, of_part, without_grad
 from spartan.step.guard import Guard, check_copies
 from spartan.step.moments import forget_all, forget_units
 from spartan.step.weights import Weights
@@ -46,6 +46,7 @@ class Run:
         self.optimizers: list[Optimizer] = []  # those that are attached
         self._model, self._ddp = model, replicas(model)
         self._decays = False  # whether what the method declared for the last gradients has a decay
+        self._alone = problem.ranks.alone  # whether no weight lies in shards
         self.kept: list[int] | None = None  # units kept, where counting takes all processes
         self.sent = self._sent_before = 0  # bytes that processes exchanged for the last choice of masks, and until then
         self.set_budgets()
@@ -67,7 +68,7 @@ class Run:
     ) -> Any:
         """One step of an optimizer that trains these targets: θ is updated, and `finish` is to take it from the model.
 
-        `skipped` tells whether a loss scaler made the update be left out.
+        Gradients are turned off around both. `skipped` tells whether a loss scaler made the update be left out.
         """
         evaluate = None if closure is None else Evaluation(self, optimizer, mine, closure)
         if evaluate is None:
@@ -78,21 +79,21 @@ class Run:
         else:
             self.backward()  # some optimizers look at gradients before they ask for the loss
         self.guard.compare()
-        with torch.no_grad():
-            try:
-                with self.weights.together():
-                    if evaluate is None:
-                        self.guard.gradients(mine, self.at.step, optimizer)
-                    self.weights.put(mine)
-                result = update() if evaluate is None else update(evaluate)
-                if not skipped():
-                    self.guard.updates(mine, self.at.step)
-            except BaseException:
-                if evaluate is not None:
-                    evaluate.roll_back()
-                self.write()
-                raise
-            self.gradients.stepped(mine)
+        try:
+            grads = self.gradients.listed()
+            with self.weights.together():
+                if evaluate is None:
+                    self.guard.gradients(mine, grads, self.at.step, optimizer)
+                self.weights.put(mine)
+            result = update() if evaluate is None else update(evaluate)
+            if not skipped():
+                self.guard.updates(mine, self.at.step)
+        except BaseException:
+            if evaluate is not None:
+                evaluate.roll_back()
+            self.write()
+            raise
+        self.gradients.stepped(mine, grads if evaluate is None else self.gradients.listed())
         return result
 
     def turn(self, optimizer: Optimizer, mine: Sequence[int]) -> None:
@@ -103,7 +104,6 @@ class Run:
         if self._decays:
             self._add_decay(mine, getattr(optimizer, "grad_scale", None))
 
-    @torch.no_grad()
     def finish(self, optimizer: Optimizer, mine: Sequence[int], skipped: bool, advance: bool) -> None:
         """After one optimizer's step, or all of them: the schedule moves on, masks are solved anew, w goes back."""
         with self.weights.together():
@@ -128,34 +128,32 @@ class Run:
     def backward(self, check: bool = True) -> None:
         """Turn the fresh gradients for w in `.grad` into gradients for θ, in place; missing ones count as zero.
 
-        Without `check`, only versions are looked at: whether the model has other tensors now is for the step to see.
+        Without `check`, only versions are looked at: the rest is for the step to see.
         """
-        ddp = replicas(self._model)
-        if ddp is not None:
-            self.guard.check_join(ddp)
-        if ddp is not self._ddp:  # wrapped since
-            self._ddp = ddp
-            check_copies(ddp, [] if self.method.identity else look.thetas(self.weights))
+        if check:
+            ddp = replicas(self._model)
+            if ddp is not None:
+                self.guard.check_join(ddp)
+            if ddp is not self._ddp:  # wrapped since
+                self._ddp = ddp
+                check_copies(ddp, [] if self.method.identity else look.thetas(self.weights))
         if check or not self.guard.same_versions():
             self.check_model()
         if not self.method.identity and self.gradients.turn_fresh(self._turn) and self._clip is not None:
             self._clip.remember()
 
-    def _turn(self, fresh: Sequence[bool]) -> None:
-        """Turn these gradients."""
+    def _turn(self, fresh: Sequence[bool], grads: Sequence[Tensor | None]) -> None:
+        """Turn these gradients, of those of all targets."""
         self._decays = False
+        given = grads if all(fresh) else [grad if new else None for grad, new in zip(grads, fresh, strict=True)]
         for part, form in self.weights.each(self.at):
-            numbers, targets = part.problem.numbers, part.problem.targets
-            if all(fresh):
-                grads = grads_of(part.problem, self.guard.whole)
-            else:
-                grads = [t.local_grad if fresh[n] else None for t, n in zip(targets, numbers, strict=True)]
+            own = of_part(given, part.problem.numbers, self.guard.whole)
             self._decays = self._decays or (form is not None and form.decay is not None)
             if isinstance(part, TorchSolver) and self.method.observes(self.at):
                 part.further = self.gradients.adding
-                seen = grads if self.method.apart else self.gradients.summed(numbers, grads)
+                seen = own if self.method.apart else self.gradients.summed(part.problem.numbers, own)
                 self.method.observe(part, seen, self.at)
-            replace_gradients(part.problem, grads, part.turn(form, grads))
+            replace_gradients(part.problem, own, part.turn(form, own))
 
     @torch.no_grad()
     def _add_decay(self, mine: Sequence[int], scale: Tensor | None) -> None:
@@ -186,13 +184,20 @@ class Run:
 
     def solve(self) -> None:
         """New masks for θ at this moment; from the first step of finetuning on they are fixed."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.solve()
+            return
         if not self.weights.frozen:
-            with without_grad():
-                self._choose()
-                if self.at.phase == "finetune" and not self.method.identity:
-                    self.weights.freeze(self.at)
+            self._choose()
+            if self.at.phase == "finetune" and not self.method.identity:
+                self.weights.freeze(self.at)
+            if not self._alone:
                 self.count()
-        self._add_up()
+        if self._alone:
+            self.sent = 0
+        else:
+            self._add_up()
 
     def _choose(self) -> None:
         """New masks for θ, with the budgets of this moment."""
@@ -227,8 +232,7 @@ class Run:
         Nothing is asked of numbers that are still on a device.
         """
         ddp, parts = self._ddp, self.weights.solving
-        on_device = self.weights.bad.device.type != "cpu"
-        if ddp is None or not parts or self.method.identity or on_device:
+        if ddp is None or not parts or self.method.identity or self.weights.bad.device.type != "cpu":
             return
         mine = torch.cat([x.double() for part in parts for x in part.decisive()] or [torch.zeros(0)])
         first = broadcast_from_first(mine.tolist(), ddp.process_group, mine.device)
@@ -263,14 +267,11 @@ class Run:
 
         So one of them may ask for `stats` by itself.
         """
-        if not self.problem.ranks.alone:
+        if not self._alone:
             self.kept = look.kept_units(self.weights, self.at)
 
     def _add_up(self) -> None:
         """The bytes that processes have exchanged since the last time."""
-        if self.problem.ranks.alone:
-            self.sent = 0
-            return
         ranks = {id(part.ranks): part.ranks for part in (self.problem, *self.weights.problems)}
         sent = sum(each.sent for each in ranks.values())
         self.sent, self._sent_before = sent - self._sent_before, sent
@@ -310,7 +311,7 @@ class Evaluation:
         with torch.enable_grad():
             loss = self.closure()
         self.run.turn(self.optimizer, self.mine)
-        self.run.guard.gradients(self.mine, self.run.at.step, self.optimizer)
+        self.run.guard.gradients(self.mine, self.run.gradients.listed(), self.run.at.step, self.optimizer)
         with torch.no_grad():
             self.run.weights.put(self.mine)
         self._put = self._versions()
@@ -345,8 +346,9 @@ def without_update(run: Run, optimizer: Optimizer, mine: Sequence[int], closure:
             loss = closure()
     run.turn(optimizer, mine)
     run.guard.compare()
-    run.guard.gradients(mine, run.at.step, optimizer)
-    run.gradients.stepped(mine)
+    grads = run.gradients.listed()
+    run.guard.gradients(mine, grads, run.at.step, optimizer)
+    run.gradients.stepped(mine, grads)
     optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers ask for
     return loss
 

@@ -1,6 +1,6 @@
 """Keeps the dense weights θ of a run: the parts of the problem, each with its solver."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,12 +67,11 @@ class Weights:
         """The solvers in use."""
         return self.frozen or self.solving
 
-    def each(self, at: Moment) -> Iterator[tuple[TorchSolver | FrozenSolver, Form | None]]:
+    def each(self, at: Moment) -> Sequence[tuple[TorchSolver | FrozenSolver, Form | None]]:
         """Every part with what the method declares for it."""
-        for solver in self.frozen:
-            yield solver, None
-        for part in () if self.frozen else self.solving:
-            yield part, self.method.form(part, at)
+        if self.frozen:
+            return [(solver, None) for solver in self.frozen]
+        return [(part, self.method.form(part, at)) for part in self.solving]
 
     def local(self, which: Sequence[int]) -> list[list[int]]:
         """Targets by part, in the numbers of each."""

@@ -73,6 +73,16 @@ class Attachment:
         self.scheduled = any(map(is_scheduled, [*inner, *self.outer]))
         return [[i for i, j in enumerate(owner) if j == me] for me in range(len(inner))]
 
+    def number_of(self, optimizer: Optimizer) -> int:
+        """Which of the attached optimizers this is."""
+        for j, other in enumerate(self.optimizers):
+            if other is optimizer:
+                return j
+        raise RuntimeError(
+            "this optimizer is a copy of one that a sparsifier is attached to. Copy model, optimizer and sparsifier "
+            "together, or attach() a sparsifier of its own to the copy."
+        )
+
     def advances(self, me: int) -> bool:
         """Whether the schedule moves on with this optimizer's step: when all have stepped, or one steps again."""
         again = me in self.round

@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 from spartan.solvers.triton import (
     drawing,
     gradient,
+    joint,
     mailbox,
     nm,
     powers,
@@ -345,6 +346,11 @@ if __name__ == "__main__":
         compile_it(drawing.shifted, doubles, FIRST=first, BLOCK=2048)
         compile_it(drawing.step, doubles, FIRST=first, ROWS=512)
     compile_it(drawing.clip, doubles, BLOCK=2048)
+    norms: dict[str, Any] = {"found": "*fp64", "before": "*fp64", "factors": "*fp64", "count": "i32", "most": "fp32"}
+    check_width(joint.squares, norms, stores=0)
+    check_width(joint.scale, norms)
+    compile_it(joint.norm, norms, ROWS=512)
+    compile_it(joint.factors_of, norms, ROWS=512)
     sizes = {"BLOCK": 2048, "ROWS": 512}
     for kinds in (
         {"owners": None, "SEGMENTS": 1, "SOFT": True, "ABS": True, "DTYPE": tl.float32, "SUM": tl.float32},

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from spartan.distributed import is_dtensor, like, local
 from spartan.problem.problem import Problem
@@ -74,7 +75,8 @@ class Launcher:
         self.pieces = Pieces(sizes, [1.0] * len(sizes), [1.0] * len(sizes), device)
         self.dtype = DTYPES[problem.targets[0].dtype]
         self.replay = Replay(device)
-        self.to_parameters, self.to_grads = (Addresses(device, replay=self.replay) for _ in range(2))
+        self.to_parameters = Addresses(device, replay=self.replay, resting=plain)
+        self.to_grads = Addresses(device, replay=self.replay)
         self.to_thetas = Addresses(device, fixed=True)
         self.before = Before()
         self._checked: tuple[int, Any, Callable[[], None]] | None = None  # the last time
@@ -98,9 +100,10 @@ class Launcher:
     def write(self, key: Any, launch: Callable[[], None], parameters: Grads | None = None) -> None:
         """Launch what writes to parameters, and tell torch that they have changed."""
         self.replay(key, launch)
-        all_of_them = parameters is None or parameters is self.parameters
-        written = self.parameters if all_of_them else [p for p in parameters or () if p is not None]
-        torch.autograd.graph.increment_version(written)  # behind torch's back
+        written: Any = self.parameters if parameters is None else parameters
+        if written is not self._plain:
+            written = [p for p in written if p is not None]
+        increment_version(written)  # behind torch's back
 
     def kinds(self, grads: Grads) -> dict[str, Any]:
         """The types of gradients and θ."""
@@ -143,6 +146,6 @@ class Launcher:
             self.run(gradient.check, to_grads, table, self.bad, self.numbers, GRAD=kind)
             self.run(gradient.clear, to_grads, table, self.bad, FINE=FINE, GRAD=kind)
 
-        key = "check", kind
+        key = "check", kind.name
         self.replay(key, launch)
         self._checked = self.to_grads.version, key, launch

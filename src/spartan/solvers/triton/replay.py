@@ -16,15 +16,16 @@ class Replay:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self._records = device, device.type == "cuda"
+        self.noting = 0  # while sequences are only noted: a number of its own each time
+        self._times = 0  # that they were
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}
-        self._holding = False
         self._held: dict[Hashable, Callable[[], None]] = {}
         self._kept: list[Any] = []
 
     def __call__(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Run the sequence that this key stands for, or note it."""
-        if not self._holding:
+        if not self.noting:
             self._run(key, launch)
             return
         if key in self._held:
@@ -33,12 +34,12 @@ class Replay:
 
     def keep(self, tensors: Any) -> None:
         """Have what noted sequences read live until they have run."""
-        if self._holding:
+        if self.noting:
             self._kept.append(tensors)
 
     def hold(self) -> None:
         """From now on only note."""
-        self._holding = True
+        self.noting = self._times = self._times + 1
 
     def flush(self) -> None:
         """Run what was noted: before anything else reads what it writes."""
@@ -54,40 +55,43 @@ class Replay:
 
     def flush_if(self, name: str) -> None:
         """Run what was noted, if a sequence of this name is among it."""
-        if any(isinstance(key, tuple) and key[0] == name for key in self._held):
-            self.flush()
+        for key in self._held:
+            if isinstance(key, tuple) and key[0] == name:
+                self.flush()
+                return
 
     def release(self) -> None:
         """Run what was noted, and from now on everything at once."""
-        self._holding = False
+        self.noting = 0
         self.flush()
 
     @contextmanager
     def as_one(self) -> Iterator[None]:
         """Inside, sequences are only noted; at its end they are run, unless more is held."""
-        held, self._holding = self._holding, True
+        held = self.noting
+        if not held:
+            self.hold()
         try:
             yield
         finally:
-            self._holding = held
             if not held:
-                self.flush()
+                self.release()
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Run a sequence at once, whatever is held."""
         self._run(key, launch)
 
     def _run(self, key: Hashable, launch: Callable[[], None]) -> None:
-        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if not self._records or torch.cuda.is_current_stream_capturing():
             launch()
-        elif key not in self._graphs:
+        elif graph := self._graphs.get(key):
+            graph.replay()
+        elif key in self._graphs:
+            graph = self._graphs[key] = self._capture(launch)
+            graph.replay()
+        else:
             launch()  # this compiles the kernels, which a capture must not
             self._graphs[key] = None
-        else:
-            graph = self._graphs[key]
-            if graph is None:
-                graph = self._graphs[key] = self._capture(launch)
-            graph.replay()
 
     def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)

@@ -1,6 +1,8 @@
 """Lists many tensors for one launch: tables of addresses, and of the pieces that programs work on."""
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -138,15 +140,20 @@ class Addresses:
         fixed: whether tensors of the same list never move.
         replay: launches that it only notes are to read what they were noted with, so they run before the table changes,
             and the tensors live until then.
+        resting: whether tensors of the same list stay where they are while launches are noted.
     """
 
     aligned = True  # to 16 bytes, all of them
     version = 0  # it grows when the table changes
     remembered = 8  # gradients of one step often lie where those of an earlier one did
 
-    def __init__(self, device: torch.device, fixed: bool = False, replay: Replay | None = None) -> None:
+    def __init__(
+        self, device: torch.device, fixed: bool = False, replay: Replay | None = None, resting: bool = False
+    ) -> None:
         self.device, self.fixed, self._replay = device, fixed, replay
+        self._resting = replay if resting else None
         self._list: Sequence[Tensor | None] | None = None  # the last one, where it is to live as long as the table
+        self._looked = 0  # when: the number of what is being noted
         self._last: list[int] = []
         self._sent: dict[tuple[int, ...], Tensor] = {}  # on the host, ready to be copied once more
         # It stays where it is: graphs replay its address.
@@ -154,14 +161,19 @@ class Addresses:
 
     def of(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """The table; 0 stands for a tensor that is not there."""
-        if self.fixed and tensors is self._list:
+        resting = self._resting
+        if tensors is self._list and (self.fixed or (resting is not None and self._looked == resting.noting != 0)):
             return self._table
-        if self.fixed:
-            self._list = tensors
-        return self._at(_addresses(tensors), tensors)
+        table = self._at(_addresses(tensors), tensors)
+        if self.fixed or resting is not None:
+            self._list, self._looked = tensors, 0 if resting is None else resting.noting
+        return table
 
     def same(self, tensors: Sequence[Tensor | None], version: int) -> bool:
         """Whether the table was that of these tensors at this version; they then live until noted launches have run."""
+        resting = self._resting
+        if resting is not None and tensors is self._list and self._looked == resting.noting != 0:
+            return self.version == version
         same = self.version == version and _addresses(tensors) == self._last
         if same and self._replay is not None:
             self._replay.keep(tensors)
@@ -197,7 +209,7 @@ class Addresses:
             if len(self._last) != len(now):
                 self._table = torch.empty_like(table, device=self.device)
             self._table.copy_(table, non_blocking=True)
-            self._last, self.aligned = now, all(address % 16 == 0 for address in now)
+            self._last, self.aligned = now, functools.reduce(operator.or_, now, 0) % 16 == 0
         return self._table
 
 

@@ -96,7 +96,7 @@ class KernelGradients(FormReader):
                 both = *tables[:2], reading.ranks, learned, p.table, p.segments, p.costs, floats, out
                 x.run(gradient.through_learned, *both, pieces=p, ADD=add, **kinds)
 
-        key = "through_mask", form.learned, add, *kinds.values()
+        key = "through_mask", form.learned, add, *plain(kinds)
         self.pull_back(form, key, launch_pull, launch_turn, to_grads, floats)
         if learned is not None:
             self._times_slope(grads)
@@ -276,5 +276,5 @@ class ShiftGradient:
 
 
 def plain(kinds: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Kinds of launches as what tells them apart."""
-    return tuple(getattr(kind, "value", kind) for kind in kinds.values())
+    """Kinds of launches as what tells them apart, and takes no time to be looked up: Triton's types are named."""
+    return tuple(getattr(kind, "value", getattr(kind, "name", kind)) for kind in kinds.values())
