@@ -169,12 +169,12 @@ def insured(rank: int) -> bool:
     return torch.equal(mine, first) and bool(alone.value != solver.a.value) == (rank == 1)
 
 
-def bytes_sent(rank: int, width: int) -> list[int]:
+def bytes_sent(method: str, width: int) -> list[int]:
     """For the masks of every step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Linear(width, 4))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    s = Sparsifier(model, 0.9, STEPS)
+    s = Sparsifier(model, 0.9, STEPS, method)
     o = torch.optim.SGD(model.parameters(), lr=0.1)
     s.attach(o)
     found = []
@@ -186,11 +186,11 @@ def bytes_sent(rank: int, width: int) -> list[int]:
     return found
 
 
-def little_is_sent(rank: int) -> bool:
+def little_is_sent(method: str) -> bool:
     """The same for a model and one a hundred times as large, up to passes and ties, and never more than 64 KiB."""
-    small, large = bytes_sent(rank, 32), bytes_sent(rank, 3200)
+    small, large = bytes_sent(method, 32), bytes_sent(method, 3200)
     little = all(0 < n <= 65536 for n in small + large) and max(large) <= max(small) + 4096
-    return little and large[-1] < 256  # masks are fixed: flags only
+    return little and (method == "paced" or large[-1] < 256)  # where masks are fixed in the end: flags only
 
 
 def one_shot(rank: int) -> bool:
@@ -281,7 +281,8 @@ def often(rank: int) -> dict[str, bool]:
         "ddp accumulates in a closure": accumulated_in_a_closure(rank),
         "uneven inputs": uneven_inputs(rank),
         "insured": insured(rank),
-        "bytes": little_is_sent(rank),
+        "bytes": little_is_sent("spartan"),
+        "bytes with looks": little_is_sent("paced"),
         "pruning": one_shot(rank),
         "FLOPs": refused(rank),
         "bf16 and compile": half_precision(rank, "aot_eager"),
