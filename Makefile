@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
 
-demo: $(VENV)/.demo  ## train a small net dense and 95-98% sparse, five ways; a table and a report (under 3 minutes)
+demo: $(VENV)/.demo  ## train a small net dense and 95-98% sparse, five ways; a table and a report (under 4 minutes)
 	@$(BIN)/spartan sweep digits --set method=dense,imp,topkast,spartan,paced --set sparsity=0.95,0.98 --seeds 3 --jobs 2 --out runs/demo
 
 test: $(VENV)/.dev lint  ## lint, type-check and test (what CI runs)
