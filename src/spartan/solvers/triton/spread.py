@@ -99,6 +99,19 @@ def project(
 
 
 @triton.jit
+def in_a(u, unit, there, masks, which, start, segment, position, all_floats, all_ints, KEPT: tl.constexpr):
+    """Which of the units of a target are in A."""
+    a = there
+    if KEPT == ABOVE:
+        value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
+        a = kept_of(u, unit, value, tl.load(all_ints + segment * INTS + CUT) - position)
+    elif KEPT == STORED:
+        mask_at = tl.load(masks + which).to(tl.pointer_type(tl.int8)) + start
+        a = tl.load(mask_at + unit, mask=there, other=0) != 0
+    return a
+
+
+@triton.jit
 def where(
     grads, thetas, units, ranks, masks, more_masks, numbers, scale, reaches, table, segments, bases, shapes, columns,
     all_floats, all_ints, more_values, more_cuts,
@@ -129,14 +142,8 @@ def where(
             there = unit < length
             corner, first = corner_of(start + unit, shape, h, w, step)
             u = tl.load(unit_at + unit, mask=there, other=0.0)
-            a = there
+            a = in_a(u, unit, there, masks, which, start, segment, position, all_floats, all_ints, KEPT)
             b = there
-            if KEPT == ABOVE:
-                value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
-                a = kept_of(u, unit, value, tl.load(all_ints + segment * INTS + CUT) - position)
-            elif KEPT == STORED:
-                mask_at = tl.load(masks + which).to(tl.pointer_type(tl.int8)) + start
-                a = tl.load(mask_at + unit, mask=there, other=0) != 0
             if MORE == ABOVE:
                 value = tl.load(more_values + segment).to(tl.float32)
                 b = kept_of(u, unit, value, tl.load(more_cuts + segment) - position)
@@ -192,15 +199,8 @@ def along(
             unit = i + tl.arange(0, U)
             there = unit < length
             corner, first = corner_of(start + unit, shape, h, w, step)
-            if KEPT == ABOVE:
-                value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
-                u = tl.load(unit_at + unit, mask=there, other=0.0)
-                a = kept_of(u, unit, value, tl.load(all_ints + segment * INTS + CUT) - position)
-            elif KEPT == STORED:
-                mask_at = tl.load(masks + which).to(tl.pointer_type(tl.int8)) + start
-                a = tl.load(mask_at + unit, mask=there, other=0) != 0
-            else:
-                a = there
+            u = tl.load(unit_at + unit, mask=there, other=0.0)
+            a = in_a(u, unit, there, masks, which, start, segment, position, all_floats, all_ints, KEPT)
             out = there & (a == 0)
             products = tl.zeros((U, W), tl.float32)
             squares = tl.zeros((U, W), tl.float32)
