@@ -46,6 +46,7 @@ from spartan.methods.base import Method
 from spartan.methods.paced import Paced
 from spartan.methods.registry import register
 from spartan.problem.schedules import Moment, Schedule, as_schedule, cubic
+from spartan.problem.targets import Target
 from spartan.solvers.forms import Form, Mask, Shrunk, Where
 from spartan.solvers.torch import TorchSolver
 
@@ -126,15 +127,21 @@ class Explore(Method):
 @register
 @dataclass(frozen=True)
 class Tried(Paced):
-    """Paced with what else was tried: S²-SAM, and gradients of pruned units along θ.
+    """Paced with what else was tried: S²-SAM, gradients of pruned units along θ, and magnitudes that are scaled by layer.
 
-    S²-SAM (NeurIPS 2024): gradients are taken where the last one would have led, uphill by `uphill` in all.
+    S²-SAM (NeurIPS 2024): gradients are taken where the last one would have led, uphill by `uphill` in all. Magnitudes
+    count times the inputs of a layer to the power `layers`/2: at 1 all layers would begin with as large a share.
     """
 
     uphill: float = 0.0
     along: bool = False
+    layers: float = 0.0
 
     name = "tried"
+
+    def scale(self, target: Target) -> float:
+        """What a layer's magnitudes are multiplied by."""
+        return (target.numel / target.parameter.shape[0]) ** (self.layers / 2)
 
     def choose(self, solver: TorchSolver, at: Moment) -> None:
         """Remember the last gradient."""
