@@ -31,10 +31,17 @@ def available(device: torch.device) -> bool:
 
 
 @functools.cache
-def _compile(name: str, options: tuple[str, ...]) -> bytes:
-    found, files = libraries(), resources.files("spartan.inference.gpu")
-    assert found is not None
-    compiler, program, size = found[0], ctypes.c_void_p(), ctypes.c_size_t()
+def compiled(compiler: ctypes.CDLL, name: str, macros: frozenset[tuple[str, int]], *options: str) -> bytes:
+    """The machine code of a file beside this one, given without its ending, by NVRTC; this needs no device.
+
+    Args:
+        compiler: NVRTC's library.
+        name: of the file.
+        macros: constants, and what they are.
+        options: for the compiler; the architecture must be among them, as `--gpu-architecture=sm_90`.
+    """
+    files, program, size = resources.files("spartan.inference.gpu"), ctypes.c_void_p(), ctypes.c_size_t()
+    options = ("--std=c++17", *options, *(f"-D{key}={value}" for key, value in sorted(macros)))
     source = b"".join(files.joinpath(f"{part}.cu").read_bytes() for part in ("ptx", "common", name))
     compiler.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 0, None, None)
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
@@ -75,10 +82,10 @@ class Function:
         shared: int = 0,
         cluster: int = 1,
     ) -> None:
-        options = ["--gpu-architecture=sm_{}{}".format(*torch.cuda.get_device_capability(device)), "--std=c++17"]
-        binary = _compile(source, (*options, *(f"-D{key}={value}" for key, value in macros.items())))
         found = libraries()
         assert found is not None
+        architecture = "--gpu-architecture=sm_{}{}".format(*torch.cuda.get_device_capability(device))
+        binary = compiled(found[0], source, frozenset(macros.items()), architecture)
         driver, module, self._function = found[1], ctypes.c_void_p(), ctypes.c_void_p()
         torch.cuda.current_stream(device)  # makes the device's context
         check(driver.cuModuleLoadData(ctypes.byref(module), binary), name)
