@@ -187,7 +187,7 @@ def test_threads_without_openmp() -> None:
     """As on systems where torch brings no OpenMP that the library knows."""
     code = (
         "import torch; from spartan.inference.cpu import library, ops; from spartan.inference.cpu.ops import pack\n"
-        "library.library().spartan_use_openmp(None); torch.set_num_threads(3)\n"
+        "library.library().spartan_use_openmp(None, None); torch.set_num_threads(3)\n"
         "w, x = torch.randn(64, 64), torch.randn(100, 64)\n"
         "packed = pack(w, 16, 8)\n"
         "y = ops.linear('rows', x, packed, packed.runs, torch.zeros(64), 'none')\n"

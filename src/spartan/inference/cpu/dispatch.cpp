@@ -16,7 +16,9 @@ extern "C" const Kernels spartan_kernels_avx2, spartan_kernels_avx512;
 namespace {
 
 typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
-Parallel openmp = nullptr;  // GOMP_parallel of the OpenMP that torch has loaded, so that there is one pool of threads
+// GOMP_parallel of the OpenMP that torch has loaded, so that there is one pool of threads, and omp_get_thread_num.
+Parallel openmp = nullptr;
+int (*thread_number)() = nullptr;
 
 #if defined(__x86_64__)
 // The processor is asked itself: __builtin_cpu_supports needs a table that not every compiler brings (zig's does not).
@@ -35,26 +37,43 @@ const Kernels* best() { return &spartan_kernels_portable; }
 #endif
 const Kernels* kernels = best();
 
-void work(void* p) {
-  Job* job = static_cast<Job*>(p);
-  const int64_t slot = __atomic_fetch_add(&job->slots, 1, __ATOMIC_RELAXED);
-  for (;;) {
-    const int64_t task = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-    if (task >= job->tasks) return;
-    job->task(job, task, slot);
+// A thread's share of the tasks: the ones that follow each other, the same at every call. So a thread mostly reads what it
+// wrote itself; what another core has written comes slowly where that is a far one. Whoever is done takes from the others.
+// Each share has cache lines of its own, as other threads write to the next one.
+struct alignas(128) Share { int64_t next, end; };
+constexpr int64_t MOST_THREADS = 256;
+struct Team {
+  Job* job;
+  Task task;
+  int64_t threads;
+  Share shares[MOST_THREADS];
+};
+
+void work(Team* team, int64_t me) {
+  for (int64_t i = 0; i < team->threads; i++) {
+    Share* share = &team->shares[(me + i) % team->threads];
+    while (__atomic_load_n(&share->next, __ATOMIC_RELAXED) < share->end) {
+      const int64_t task = __atomic_fetch_add(&share->next, 1, __ATOMIC_RELAXED);
+      if (task < share->end) team->task(team->job, task, me);
+    }
   }
 }
+void work_here(void* team) { work(static_cast<Team*>(team), thread_number()); }
 
+// Every task by one of the threads; it is told which, as a number below `threads`.
 void run(Job* job, Task task, int64_t tasks, int64_t threads) {
-  job->next = job->slots = 0;
-  job->tasks = tasks;
-  job->task = task;
   if (threads > tasks) threads = tasks;
-  if (threads <= 1) return work(job);
-  if (openmp) return openmp(work, job, static_cast<unsigned>(threads), 0);
+  if (threads <= 1) {
+    for (int64_t i = 0; i < tasks; i++) task(job, i, 0);
+    return;
+  }
+  Team team;
+  team.job = job, team.task = task, team.threads = threads;
+  for (int64_t i = 0; i < threads; i++) team.shares[i] = {i * tasks / threads, (i + 1) * tasks / threads};
+  if (openmp) return openmp(work_here, &team, static_cast<unsigned>(threads), 0);
   std::vector<std::thread> others;
-  for (int64_t i = 1; i < threads; i++) others.emplace_back(work, job);
-  work(job);
+  for (int64_t i = 1; i < threads; i++) others.emplace_back(work, &team, i);
+  work(&team, 0);
   for (auto& thread : others) thread.join();
 }
 
@@ -76,6 +95,7 @@ struct Scratch {
 thread_local Scratch scratch;
 
 int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t most_threads(int64_t threads) { return threads < MOST_THREADS ? threads : MOST_THREADS; }
 
 // Groups a task takes: weights that stay in the second-level cache, and tasks enough for the threads to end together.
 void cut(Job* job, int64_t threads) {
@@ -99,11 +119,24 @@ Job image_of(const Job& job, int64_t i, int64_t slot) {
   return one;
 }
 
-void whole_image(Job* job, int64_t i, int64_t slot) {
-  Job one = image_of(*job, i, slot);
+// The job for some rows of the output.
+void take_rows(Job* job, int64_t first, int64_t last) {
+  job->first_row = first, job->last_row = last + job->rows_q - job->out_h;
+  job->first_lane = first * job->pitch;
+  job->last_lane = (last - 1) * job->pitch + job->out_w;  // nobody keeps those behind a row
+  job->vectors = up(job->last_lane - job->first_lane, kernels->vector);
+  job->tiles = up(job->vectors, kernels->widest(job->h));
+}
+
+// A band of an image's rows by one thread: packed, with the rows around that it needs, and multiplied by all weights.
+void whole_band(Job* job, int64_t i, int64_t slot) {
+  Job one = image_of(*job, i / job->bands, slot);
+  const int64_t band = i % job->bands;
+  take_rows(&one, band * job->out_h / job->bands, (band + 1) * job->out_h / job->bands);
   if (!one.direct)
     for (int64_t c = 0; c < one.channels; c++) kernels->image_pack(&one, c, 0);
-  for (int64_t t = 0; t < one.tiles * one.chunks; t++) kernels->image_multiply(&one, t, 0);
+  for (int64_t c = 0; c < one.chunks; c++)  // a chunk's weights stay in the cache
+    for (int64_t t = 0; t < one.tiles; t++) kernels->image_multiply(&one, t * one.chunks + c, 0);
 }
 
 // Tiles of a linear layer's tokens: a fixed number of tokens ("rows") or of vectors ("lanes").
@@ -161,7 +194,7 @@ extern "C" {
 
 #define PUBLIC __attribute__((visibility("default")))
 
-PUBLIC int64_t spartan_version() { return 3; }
+PUBLIC int64_t spartan_version() { return 4; }
 PUBLIC const char* spartan_isa() { return kernels->name; }
 // For tests and for measuring: 0 if this processor cannot run it.
 PUBLIC int64_t spartan_use_isa(int64_t level) {
@@ -178,7 +211,7 @@ PUBLIC int64_t spartan_use_isa(int64_t level) {
   kernels = level < 0 ? top : wanted;
   return 1;
 }
-PUBLIC void spartan_use_openmp(Parallel parallel) { openmp = parallel; }
+PUBLIC void spartan_use_openmp(Parallel parallel, int (*number)()) { openmp = parallel, thread_number = number; }
 // Lanes between two columns of the packed input of `spartan_linear` without `rows`.
 PUBLIC int64_t spartan_lane_pitch(int64_t h) { return kernels->widest(h) * kernels->vector; }
 
@@ -195,7 +228,7 @@ PUBLIC int64_t spartan_linear(const void* x, void* y, const float* bias, const i
   job.tile = job.pitch = rows ? kernels->rows_tile(h) : spartan_lane_pitch(h);
   job.rearrange = rows ? kernels->rows_pack : kernels->tokens_pack;
   job.multiply = rows ? kernels->rows_multiply : kernels->tokens_multiply;
-  return linear(&job, up(inputs, g) * g, threads);
+  return linear(&job, up(inputs, g) * g, most_threads(threads));
 }
 
 // One token or a few, see walk.h; more are taken a few at a time.
@@ -210,6 +243,7 @@ PUBLIC int64_t spartan_walk(const void* x, void* y, const float* bias, const int
   const int64_t most = kernels->walk_most(), bytes = bf16 ? 2 : 4;
   // Eight tasks a thread, so that threads end together; of whole 128 rows where there are many, or two threads would
   // write to the same lines of y: these rows are stored in an order of their own.
+  threads = most_threads(threads);
   const int64_t chunk = up(job.groups, 8 * threads);
   job.chunk = chunk > 8 ? up(chunk, 8) * 8 : chunk;
   job.pack = scratch.take((tokens < most ? tokens <= 3 ? tokens : most : most) * job.pitch);
@@ -260,6 +294,7 @@ PUBLIC int64_t spartan_conv(const void* x, void* y, const float* bias, const voi
                             const int32_t* index, const float* values, const int64_t* geometry, int64_t outputs, int64_t h,
                             int64_t activation, int64_t bf16, int64_t threads) {
   Job job = {};
+  threads = most_threads(threads);
   job.x = x, job.y = y, job.bias = bias, job.residual = residual;
   job.starts = starts, job.index = index, job.values = values;
   job.outputs = outputs, job.h = h, job.g = 1, job.activation = activation, job.bf16 = bf16;
@@ -270,21 +305,27 @@ PUBLIC int64_t spartan_conv(const void* x, void* y, const float* bias, const voi
   job.out_h = *at++, job.out_w = *at++, job.direct = *at++;
   if (job.images == 0) return 0;
   job.groups = up(outputs, h);
-  job.lanes = (job.out_h - 1) * job.pitch + job.out_w;
-  job.vectors = up(job.lanes, kernels->vector);
-  job.tiles = up(job.vectors, kernels->widest(h));
+  take_rows(&job, 0, job.out_h);
   // A tile may read past the last channel's plane, into lanes nobody keeps.
   const int64_t images = job.images, size = job.channels * job.plane + 8 * kernels->vector + job.pitch;
-  if (!job.direct) job.pack = scratch.take((images < threads ? 1 : threads) * size);
+  if (!job.direct) job.pack = scratch.take(threads * size);
   if (!job.direct && !job.pack) return 1;
   job.images = 1, job.pack_size = size;
-  // As many images as divide among the threads go whole, one to a thread; the rest one after another, all threads on each.
-  // Either way an image is still in the cache when it is multiplied.
-  const int64_t whole = images / threads * threads;
+  // As many images as divide among the threads go whole, one to a thread; the rest one after another, all threads on each: in
+  // bands of rows, or where rows are too few for that by outputs. Either way a thread mostly reads what it wrote, of this
+  // layer and of the one before.
+  const int64_t whole = images / threads * threads, high = up(job.out_h, threads) * job.pitch;
+  job.bands = 1;
   cut(&job, 1);
-  run(&job, whole_image, whole, threads);
+  run(&job, whole_band, whole, threads);
+  const bool banded = !job.direct && 20 * threads * up(high, kernels->vector) <= 21 * job.vectors;
   for (int64_t i = whole; i < images; i++) {
     Job one = image_of(job, i, 0);
+    one.bands = banded ? threads : 1;
+    if (banded) {
+      run(&one, whole_band, threads, threads);
+      continue;
+    }
     cut(&one, threads);
     if (!one.direct) run(&one, kernels->image_pack, one.channels, threads);
     run(&one, kernels->image_multiply, one.tiles * one.chunks, threads);

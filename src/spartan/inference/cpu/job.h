@@ -32,13 +32,12 @@ struct Job {
   // convolution: the packed input is [channel][phase][rows_q][pitch], see lay_out_conv() in ops.py
   int64_t images, channels, height, width, stride_h, stride_w, pad_h, pad_w, phases_h, phases_w, rows_q, pitch, plane;
   int64_t out_h, out_w;
-  int64_t lanes;          // lanes to compute per image: out_h · pitch, less the last row's slack
+  int64_t bands;          // runs of rows that an image is cut into
+  int64_t first_row, last_row;    // of each phase, to pack
+  int64_t first_lane, last_lane;  // to compute
   int64_t vectors;        // the same in vectors
   int64_t direct;         // read x itself: nothing to rearrange
   int64_t pack_size;      // floats of scratch an image or a piece takes
-  // work queue; each thread that comes gets a slot number
-  int64_t next, tasks, slots;
-  Task task;
 };
 
 struct Kernels {

@@ -276,20 +276,20 @@ void tokens_multiply(Job* job, int64_t task, int64_t) {
   }
 }
 
-// One channel of one image into [phase][rows_q][pitch], zeros around it. Phase (a, b) holds rows a, a + stride, …
-void image_pack(Job* job, int64_t task, int64_t) {
-  const int64_t h = job->height, w = job->width;
-  float* to = job->pack + task * job->plane;
+// One channel of an image into [phase][rows_q][pitch], zeros around it. Phase (a, b) holds rows a, a + stride, …
+void image_pack(Job* job, int64_t channel, int64_t) {
+  const int64_t h = job->height, w = job->width, first = job->first_row, last = job->last_row;
   float row[4096];
   for (int64_t a = 0; a < job->phases_h; a++)
-    for (int64_t b = 0; b < job->phases_w; b++)
-      for (int64_t i = 0; i < job->rows_q; i++, to += job->pitch) {
+    for (int64_t b = 0; b < job->phases_w; b++) {
+      float* to = job->pack + channel * job->plane + ((a * job->phases_w + b) * job->rows_q + first) * job->pitch;
+      for (int64_t i = first; i < last; i++, to += job->pitch) {
         const int64_t from_row = i * job->stride_h + a - job->pad_h, shift = b - job->pad_w;
         if (from_row < 0 || from_row >= h) {
           for (int64_t j = 0; j < job->pitch; j++) to[j] = 0.0f;
           continue;
         }
-        const int64_t at = (task * h + from_row) * w;
+        const int64_t at = (channel * h + from_row) * w;
         // Columns j with 0 ≤ j·stride + shift < w.
         const int64_t s = job->stride_w;
         int64_t low = shift < 0 ? (-shift + s - 1) / s : 0, high = shift < w ? (w - shift + s - 1) / s : 0;
@@ -307,6 +307,7 @@ void image_pack(Job* job, int64_t task, int64_t) {
           for (int64_t j = low; j < high; j++) read_run(to + j, job->x, at + j * s + shift, 1, job->bf16);
         for (int64_t j = high; j < job->pitch; j++) to[j] = 0.0f;
       }
+    }
 }
 
 // n sums of output row `row` of the plane, from column c on: residual, activation, and out.
@@ -320,18 +321,20 @@ INLINE void finish_run(const Job* job, float* sums, int64_t at, int64_t n) {
   write_run(job->y, at, sums, n, job->bf16);
 }
 
+// Tasks of a tile follow each other: with a share of them, a thread has a part of the image's rows.
 void image_multiply(Job* job, int64_t task, int64_t) {
-  const int64_t per = job->tiles * job->chunks, image = task / per, tile = task % job->tiles, h = job->h, n = job->outputs;
-  const Span span = span_of(job, tile);
-  const int64_t first = task % per / job->tiles * job->chunk, last = least(first + job->chunk, job->groups);
-  const int64_t l0 = span.first * VL, lanes = least(span.count * VL, job->lanes - l0), size = job->out_h * job->out_w;
-  const float* x = (job->direct ? (const float*)job->x : job->pack) + image * job->channels * job->plane + l0;
+  const int64_t h = job->h, n = job->outputs;
+  const Span span = span_of(job, task / job->chunks);
+  const int64_t first = task % job->chunks * job->chunk, last = least(first + job->chunk, job->groups);
+  const int64_t l0 = job->first_lane + span.first * VL, lanes = least(span.count * VL, job->last_lane - l0);
+  const int64_t size = job->out_h * job->out_w;
+  const float* x = (job->direct ? (const float*)job->x : job->pack) + l0;
   // Straight to y where the lanes are the output's own pixels and none is left over.
   const bool straight = job->pitch == job->out_w && lanes == span.count * VL && !job->bf16;
   const bool rectify = job->activation == RELU && (straight || !job->residual);
   float sums[64 * TILE];
   for (int64_t r = first; r < last; r++) {
-    const int64_t rows = least(h, n - r * h), plane = (image * n + r * h) * size;
+    const int64_t rows = least(h, n - r * h), plane = r * h * size;
     if (straight) {
       float* out = (float*)job->y + plane + l0;
       const float* residual = job->residual ? (const float*)job->residual + plane + l0 : 0;

@@ -14,7 +14,7 @@ from pathlib import Path
 from spartan.inference.cpu import build
 
 PACKAGED = Path(__file__).parent / "_kernels.so"
-VERSION = 3  # spartan_version() in dispatch.cpp
+VERSION = 4  # spartan_version() in dispatch.cpp
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -48,7 +48,7 @@ def _open(path: Path) -> ctypes.CDLL:
         raise RuntimeError(f"{path} is of version {library.spartan_version()}, not {VERSION}")
     library.spartan_isa.restype = ctypes.c_char_p
     library.spartan_use_isa.argtypes, library.spartan_use_isa.restype = [_I], _I
-    library.spartan_use_openmp.argtypes = [_P]
+    library.spartan_use_openmp.argtypes = [_P, _P]
     library.spartan_lane_pitch.argtypes, library.spartan_lane_pitch.restype = [_I], _I
     library.spartan_linear.argtypes, library.spartan_linear.restype = [_P] * 6 + [_I] * 10, _I
     library.spartan_walk.argtypes, library.spartan_walk.restype = [_P] * 8 + [_I] * 7, _I
@@ -58,7 +58,8 @@ def _open(path: Path) -> ctypes.CDLL:
     # Torch's own pool of threads: a second one would fight with it for the cores. Where there is no OpenMP with that
     # entry in this process, the library starts threads by itself.
     with contextlib.suppress(AttributeError, OSError, TypeError):
-        library.spartan_use_openmp(ctypes.cast(ctypes.CDLL(None).GOMP_parallel, _P))
+        here = ctypes.CDLL(None)
+        library.spartan_use_openmp(ctypes.cast(here.GOMP_parallel, _P), ctypes.cast(here.omp_get_thread_num, _P))
     return library
 
 
