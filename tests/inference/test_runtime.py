@@ -290,18 +290,51 @@ def test_the_fall_back_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     same(copy.deepcopy(fast), model, x)
 
 
-@pytest.mark.parametrize(("kernel", "stride", "padding"), [(3, 2, 1), (2, 2, 0), ((3, 5), (1, 3), (1, 2)), (4, 5, 2)])
-def test_max_pool(kernel: Any, stride: Any, padding: Any) -> None:
+WINDOWS: list[tuple[Any, Any, Any]] = [(3, 2, 1), (2, 2, 0), ((3, 5), (1, 3), (1, 2)), (4, 5, 2)]
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding"), WINDOWS)
+@pytest.mark.parametrize("kernels", [True, False])
+def test_max_pool(kernel: Any, stride: Any, padding: Any, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels:
+        monkeypatch.setattr("spartan.inference.stand_ins.library", lambda: None)
     plain = nn.MaxPool2d(kernel, stride, padding)
     ours, x = MaxPool(plain), torch.randn(2, 3, 11, 14)
     x[0, 0, 4, 4], x[1, 1] = torch.nan, -torch.inf
-    for image in (x, x[0], x.to(memory_format=torch.channels_last), x.bfloat16(), x[..., :5, :6]):
+    wide = torch.randn(1, 2, 5, 5000)
+    for image in (
+        x,
+        x[0],
+        x.to(memory_format=torch.channels_last),
+        x.bfloat16(),
+        x[..., :5, :6],
+        wide,
+        wide.bfloat16(),
+    ):
         assert torch.equal(ours(image).nan_to_num(7.0), plain(image).nan_to_num(7.0))
+    assert torch.equal(ours(x.double()).nan_to_num(7.0), plain(x.double()).nan_to_num(7.0))
+    assert ours(x[:0]).shape == plain(x[:0]).shape
+    with pytest.raises(RuntimeError, match="no gradients"):
+        ours(x.clone().requires_grad_())
     with pytest.raises(ValueError, match="smaller than the window"):
         MaxPool(nn.MaxPool2d(5))(x[..., :3, :])
     assert not MaxPool.suits(nn.MaxPool2d(3, ceil_mode=True))
     assert not MaxPool.suits(nn.MaxPool2d(3, return_indices=True))
     assert MaxPool.suits(plain)
+
+
+@needs_kernels
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_max_pool_on_several_threads(threads: int) -> None:
+    plain = nn.MaxPool2d(3, 2, 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for images in (1, 2, 5):
+            x = torch.randn(images, 5, 9, 12)
+            assert torch.equal(MaxPool(plain)(x), plain(x))
+    finally:
+        torch.set_num_threads(before)
 
 
 @needs_kernels

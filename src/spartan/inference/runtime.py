@@ -24,6 +24,15 @@ Kernel = tuple[str, int, int]
 outside_graphs: Callable[[F], F] = torch.compiler.disable(recursive=True)
 
 
+def refuse_gradients(x: Tensor) -> None:
+    """Raise RuntimeError for an input whose gradient somebody wants."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "an accelerated model has no gradients: run it under torch.no_grad() or torch.inference_mode(), "
+            "or use the model it was made from"
+        )
+
+
 class InferenceLayer(nn.Module):
     """A layer that only infers; `kernel` names what runs and `why` says how that was chosen."""
 
@@ -47,11 +56,7 @@ class InferenceLayer(nn.Module):
 
     def _checked_input(self, x: Tensor, size: int, dim: int) -> Tensor:
         """The input, contiguous, or an error that says what is wrong with it."""
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                "an accelerated model has no gradients: run it under torch.no_grad() or torch.inference_mode(), "
-                "or use the model it was made from"
-            )
+        refuse_gradients(x)
         if x.shape[dim] != size:
             raise ValueError(f"{type(self).__name__}: input of shape {tuple(x.shape)}; dimension {dim} must be {size}")
         return x

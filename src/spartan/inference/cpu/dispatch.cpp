@@ -332,4 +332,20 @@ PUBLIC int64_t spartan_conv(const void* x, void* y, const float* bias, const voi
   }
   return 0;
 }
+
+// geometry: channels of all images, height, width, window (2), stride (2), padding (2), out_h, out_w,
+// images
+PUBLIC int64_t spartan_pool(const void* x, void* y, const int64_t* geometry, int64_t, int64_t bf16, int64_t threads) {
+  Job job = {};
+  threads = most_threads(threads);
+  job.x = x, job.y = y, job.bf16 = bf16;
+  const int64_t* at = geometry;
+  job.channels = *at++, job.height = *at++, job.width = *at++, job.phases_h = *at++, job.phases_w = *at++;
+  job.stride_h = *at++, job.stride_w = *at++, job.pad_h = *at++, job.pad_w = *at++, job.out_h = *at++, job.out_w = *at++;
+  const int64_t images = *at++;
+  // As in a convolution: whole images to a thread, or bands of rows.
+  job.bands = images >= threads ? 1 : threads < job.out_h ? threads : job.out_h;
+  run(&job, kernels->pool_windows, job.channels * job.bands, threads);
+  return 0;
+}
 }

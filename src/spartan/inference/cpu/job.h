@@ -46,6 +46,6 @@ struct Kernels {
   int64_t (*widest)(int64_t h);  // vectors in the widest tile of lanes
   int64_t (*rows_tile)(int64_t h);
   int64_t (*walk_most)();        // tokens that one pass of "walk" takes
-  Task rows_pack, rows_multiply, tokens_pack, tokens_multiply, image_pack, image_multiply, walk_pack, walk_multiply;
+  Task rows_pack, rows_multiply, tokens_pack, tokens_multiply, image_pack, image_multiply, walk_pack, walk_multiply, pool_windows;
 };
 #endif

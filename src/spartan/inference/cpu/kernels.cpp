@@ -302,12 +302,54 @@ void image_pack(Job* job, int64_t channel, int64_t) {
           const float* from = row;
           if (job->bf16) widen_run(row, (const uint16_t*)job->x + at, w);
           else from = (const float*)job->x + at;
-          for (int64_t j = low; j < high; j++) to[j] = from[j * s + shift];
+          if (s == 2) copy_evens(to + low, from + 2 * low + shift, high - low);
+          else for (int64_t j = low; j < high; j++) to[j] = from[j * s + shift];
         } else
           for (int64_t j = low; j < high; j++) read_run(to + j, job->x, at + j * s + shift, 1, job->bf16);
         for (int64_t j = high; j < job->pitch; j++) to[j] = 0.0f;
       }
     }
+}
+
+// The larger ones; NaN, where one of two is.
+INLINE void take_larger(float* a, const float* b, int64_t n) {
+  int64_t j = 0;
+  for (; j + VL <= n; j += VL) {
+    const vf x = load(a + j), y = load(b + j);
+    store(a + j, pick((y > x) | (y != y), y, x));
+  }
+  for (; j < n; j++) a[j] = (b[j] > a[j]) | (b[j] != b[j]) ? b[j] : a[j];
+}
+
+// The largest of each window, for a band of rows of one channel: of a window's rows, then of their neighbours. The windows'
+// sizes are phases_h and phases_w.
+void pool_windows(Job* job, int64_t task, int64_t) {
+  constexpr int64_t WIDE = 2048;
+  const int64_t h = job->height, w = job->width, channel = task % job->channels, band = task / job->channels;
+  const int64_t kernel = job->phases_w, s = job->stride_w, each = (WIDE - kernel) / s + 1;
+  float seen[WIDE], more[WIDE], most[WIDE];
+  for (int64_t r = band * job->out_h / job->bands; r < (band + 1) * job->out_h / job->bands; r++) {
+    const int64_t top = r * job->stride_h - job->pad_h, bottom = least(top + job->phases_h, h);
+    for (int64_t c = 0; c < job->out_w; c += each) {
+      const int64_t n = least(each, job->out_w - c), left = c * s - job->pad_w, wide = (n - 1) * s + kernel;
+      const int64_t low = left < 0 ? -left : 0, high = least(wide, w - left);
+      for (int64_t j = 0; j < wide; j++) seen[j] = -__builtin_inff();
+      for (int64_t i = top < 0 ? 0 : top; i < bottom; i++) {
+        const int64_t at = (channel * h + i) * w + left;
+        const float* from = more;
+        if (job->bf16) read_run(more + low, job->x, at + low, high - low, 1);
+        else from = (const float*)job->x + at;
+        take_larger(seen + low, from + low, high - low);
+      }
+      for (int64_t k = 0; k < kernel; k++) {
+        float* to = k ? more : most;
+        if (s == 2) copy_evens(to, seen + k, n);
+        else for (int64_t j = 0; j < n; j++) to[j] = seen[j * s + k];
+        if (k) take_larger(most, more, n);
+      }
+      write_run(job->y, (channel * job->out_h + r) * job->out_w + c, most, n, job->bf16);
+    }
+  }
 }
 
 // n sums of output row `row` of the plane, from column c on: residual, activation, and out.
@@ -358,4 +400,4 @@ void image_multiply(Job* job, int64_t task, int64_t) {
 
 extern "C" __attribute__((visibility("hidden"))) const Kernels NAME(SPARTAN_ISA) = {
     TEXT(SPARTAN_ISA), VL, widest, rows_tile, walk_most, rows_pack, rows_multiply, tokens_pack, tokens_multiply, image_pack, image_multiply,
-    walk_pack, walk_multiply};
+    walk_pack, walk_multiply, pool_windows};

@@ -55,6 +55,7 @@ def _open(path: Path) -> ctypes.CDLL:
     slots = library.spartan_walk_slots
     slots.argtypes, slots.restype = [_P] * 3 + [_I] + [_P] * 4, _I
     library.spartan_conv.argtypes, library.spartan_conv.restype = [_P] * 8 + [_I] * 5, _I
+    library.spartan_pool.argtypes, library.spartan_pool.restype = [_P] * 3 + [_I] * 3, _I
     # Torch's own pool of threads: a second one would fight with it for the cores. Where there is no OpenMP with that
     # entry in this process, the library starts threads by itself.
     with contextlib.suppress(AttributeError, OSError, TypeError):

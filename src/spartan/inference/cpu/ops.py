@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spartan.inference.cpu.library import library, status
+from spartan.inference.cpu.memory import empty
 
 # The numbers are Activation's in job.h.
 ACTIVATIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
@@ -181,7 +182,7 @@ def linear(kind: str, x: Tensor, packed: PackedMatrix, places: Tensor, bias: Ten
         bias: float32, one per row of every group (zeros in rows that pad the last group).
         activation: a key of `ACTIVATIONS`.
     """
-    y = x.new_empty(*x.shape[:-1], packed.outputs)
+    y = empty(x, (*x.shape[:-1], packed.outputs))
     half = packed.values.dtype == torch.bfloat16
     sizes = [kind == "rows", half, x.numel() // packed.inputs, packed.inputs, packed.outputs, packed.h, packed.g]
     call_kernel("spartan_linear", x, (y, bias, packed.starts, places, packed.values), sizes, activation)
@@ -192,10 +193,22 @@ def conv2d(
     x: Tensor, packed: PackedMatrix, layout: ConvLayout, bias: Tensor, activation: str, residual: Tensor | None = None
 ) -> Tensor:
     """act(conv(x) + b + residual), pixels in the SIMD lanes; x and residual contiguous [images, channels, height, width]."""
-    y = x.new_empty(x.shape[0], packed.outputs, *layout.out_size)
+    y = empty(x, (x.shape[0], packed.outputs, *layout.out_size))
     geometry = (ctypes.c_int64 * 16)(x.shape[0], *layout.geometry)
     others = (y, bias, residual, packed.starts, layout.offsets, packed.values)
     call_kernel("spartan_conv", x, others, [geometry, packed.outputs, packed.h], activation)
+    return y
+
+
+MOST_POOLED = 1024  # the widest window of `max_pool`
+
+
+def max_pool(x: Tensor, window: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
+    """The largest of every window of x [images, channels, height, width], contiguous; NaN where a window has one."""
+    size = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(x.shape[2:], window, stride, padding, strict=True)]
+    y = empty(x, (*x.shape[:2], *size))
+    sizes = (x.shape[0] * x.shape[1], *x.shape[2:], *window, *stride, *padding, *size, x.shape[0])
+    call_kernel("spartan_pool", x, (y,), [(ctypes.c_int64 * len(sizes))(*sizes)], "none")
     return y
 
 

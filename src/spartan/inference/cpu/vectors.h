@@ -109,6 +109,22 @@ INLINE void write_run(void* to, int64_t at, const float* from, int64_t n, int64_
   else copy_run((float*)to + at, from, n);
 }
 
+// Every second of 2n − 1 floats.
+INLINE void copy_evens(float* to, const float* from, int64_t n) {
+  int64_t j = 0;
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+  for (; j + VL < n; j += VL) {
+    const vf a = load(from + 2 * j), b = load(from + 2 * j + VL);
+#if VL == 16
+    store(to + j, __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30));
+#else
+    store(to + j, __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14));
+#endif
+  }
+#endif
+  for (; j < n; j++) to[j] = from[2 * j];
+}
+
 // 8×8 floats across the diagonal: rows of `from` become columns of `to`.
 INLINE void transpose8(float* to, int64_t to_pitch, const float* from, int64_t from_pitch) {
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spartan.inference.cpu.memory import empty
 from spartan.inference.cpu.ops import call_kernel, compiled
 
 ROWS, WINDOW, STRIDE, SPAN = 16, 128, 16, 128  # the first three are walk.h's
@@ -74,7 +75,7 @@ def unpack_walk(packed: WalkMatrix) -> Tensor:
 
 def walk(x: Tensor, packed: WalkMatrix, bias: Tensor, activation: str) -> Tensor:
     """act(x Wᵀ + b) for x [..., inputs], float32 or bfloat16, contiguous; the bias is float32, in the order of `rows`."""
-    y = x.new_empty(*x.shape[:-1], packed.outputs)
+    y = empty(x, (*x.shape[:-1], packed.outputs))
     others = (y, bias, packed.starts, packed.rows, packed.windows, packed.places, packed.values)
     half = packed.values.dtype == torch.bfloat16
     sizes = [x.numel() // packed.inputs, packed.inputs, packed.outputs, half]
