@@ -25,17 +25,17 @@ EPSILON = 1e-6
 def add_norm_kernel(x, more, weight, y, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
     """x += more, in place; y = x / root mean square · weight."""
     tlc.gdc_launch_dependents()
-    tlc.gdc_wait()
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
+    scales = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tlc.gdc_wait()
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         v = (v + tl.load(more + at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
         tl.store(x + at, v, mask=inside)
         v = v.to(tl.float32)
     scale = tl.rsqrt(tl.sum(v * v, 0) / WIDTH + 1e-6)
-    out = v * scale * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + at, (v * scale * scales).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -51,37 +51,41 @@ def swiglu_kernel(both, y, SIZE, BLOCK: tl.constexpr):
 
 @triton.jit
 def attention_kernel(
-    qkv, turn, position, keys, values, parts, length,
-    HEADS: tl.constexpr, HALF: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    qkv, turn, position, keys, values, parts, arrived, y, length,
+    HEADS: tl.constexpr, HALF: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+    ROOM: tl.constexpr,
 ):  # fmt: skip
     """One head of one token, attending to BLOCK positions of the cache; the first program puts its key and value there.
 
-    Writes the weighted sum of values, the greatest score and the sum of weights, [heads, programs, 2 · HALF + 2].
+    Each writes the weighted sum of values, the greatest score and the sum of weights, [heads, COUNT, 2 · HALF + 2]; the last
+    one of a head makes its output of them. What earlier tokens left in the cache is read before the kernel ahead is done:
+    between two tokens everything waits for everything.
     """
     tlc.gdc_launch_dependents()
-    tlc.gdc_wait()
     head, part = tl.program_id(0), tl.program_id(1)
     width = 2 * HALF
     at = tl.load(position).to(tl.int32)
     rh, rw, rt = tl.arange(0, HALF), tl.arange(0, 2 * HALF), tl.arange(0, BLOCK)
     cos = tl.load(turn + at * width + rh)
     sin = tl.load(turn + at * width + HALF + rh)
+    cached = (head * length).to(tl.int64) * width
+    t = part * BLOCK + rt
+    inside = (t < at)[:, None]
+    row = cached + t[:, None] * width
+    a = tl.load(keys + row + rh[None, :], mask=inside, other=0.0)
+    b = tl.load(keys + row + HALF + rh[None, :], mask=inside, other=0.0)
+    z = tl.load(values + row + rw[None, :], mask=inside, other=0.0)
+    tlc.gdc_wait()
     mine = qkv + head * width
     q0 = tl.load(mine + rh).to(tl.float32)
     q1 = tl.load(mine + HALF + rh).to(tl.float32)
     kind = qkv.dtype.element_ty
     q0, q1 = (q0 * cos - q1 * sin).to(kind).to(tl.float32), (q1 * cos + q0 * sin).to(kind).to(tl.float32)
-    cached = (head * length).to(tl.int64) * width
-    t = part * BLOCK + rt
-    inside = (t < at)[:, None]
-    row = cached + t[:, None] * width
-    a = tl.load(keys + row + rh[None, :], mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(keys + row + HALF + rh[None, :], mask=inside, other=0.0).to(tl.float32)
-    z = tl.load(values + row + rw[None, :], mask=inside, other=0.0).to(tl.float32)
-    score = tl.where(t < at, tl.sum(a * q0[None, :] + b * q1[None, :], 1) * SCALE, float("-inf"))
+    product = a.to(tl.float32) * q0[None, :] + b.to(tl.float32) * q1[None, :]
+    score = tl.where(t < at, tl.sum(product, 1) * SCALE, float("-inf"))
     most = tl.maximum(tl.max(score, 0), -1e30)
     weight = tl.exp(score - most)
-    acc = tl.sum(weight[:, None] * z, 0)
+    acc = tl.sum(weight[:, None] * z.to(tl.float32), 0)
     total = tl.sum(weight, 0)
     if part == 0:  # and to itself
         k0 = tl.load(mine + HEADS * width + rh).to(tl.float32)
@@ -97,37 +101,34 @@ def attention_kernel(
         acc = acc * fade + one * v.to(tl.float32)
         total = total * fade + one
         most = high
-    to = parts + (head * tl.num_programs(1) + part) * (width + 2)
+    to = parts + (head * COUNT + part) * (width + 2)
     tl.store(to + rw, acc)
     tl.store(to + width, most)
     tl.store(to + width + 1, total)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + head, 1) == COUNT - 1:
+        tl.store(arrived + head, 0)
+        rp = tl.arange(0, ROOM)
+        every = parts + (head * COUNT + rp) * (width + 2)
+        highs = tl.load(every + width, mask=rp < COUNT, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(every + width + 1, mask=rp < COUNT, other=0.0, cache_modifier=".cg")
+        accs = tl.load(every[:, None] + rw[None, :], mask=(rp < COUNT)[:, None], other=0.0, cache_modifier=".cg")
+        fades = tl.exp(highs - tl.max(highs, 0))
+        tl.store(y + head * width + rw, (tl.sum(accs * fades[:, None], 0) / tl.sum(fades * sums, 0)).to(kind))
 
 
-@triton.jit
-def join_kernel(parts, y, COUNT: tl.constexpr, ROOM: tl.constexpr, WIDTH: tl.constexpr):
-    """One head's output from its COUNT parts."""
-    tlc.gdc_launch_dependents()
-    tlc.gdc_wait()
-    head, rp, rw = tl.program_id(0), tl.arange(0, ROOM), tl.arange(0, WIDTH)
-    at = parts + (head * COUNT + rp) * (WIDTH + 2)
-    most = tl.load(at + WIDTH, mask=rp < COUNT, other=float("-inf"))
-    fade = tl.exp(most - tl.max(most, 0))
-    total = tl.sum(fade * tl.load(at + WIDTH + 1, mask=rp < COUNT, other=0.0), 0)
-    acc = tl.load(at[:, None] + rw[None, :], mask=(rp < COUNT)[:, None], other=0.0)
-    tl.store(y + head * WIDTH + rw, (tl.sum(acc * fade[:, None], 0) / total).to(y.dtype.element_ty))
-
-
-def attend(qkv: Tensor, turn: Tensor, position: Tensor, cache: Tensor, heads: int) -> Tensor:
-    """One token's attention, [1, width]."""
-    width, length = qkv.shape[-1] // 3 // heads, cache.shape[2]
+def attend(qkv: Tensor, turn: Tensor, position: Tensor, cache: Tensor, arrived: Tensor) -> Tensor:
+    """One token's attention, [1, width]; `arrived` is a zero for each head."""
+    heads, length = len(arrived), cache.shape[2]
+    width = qkv.shape[-1] // 3 // heads
     count, y = triton.cdiv(length, 64), qkv.new_empty(1, heads * width)
     parts = torch.empty(heads * count * (width + 2), device=qkv.device)
     attention_kernel[(heads, count)](
-        *(qkv, turn, position, cache[0], cache[1], parts, length, heads, width // 2, width**-0.5, 64),
+        *(qkv, turn, position, cache[0], cache[1], parts, arrived, y, length),
+        *(heads, width // 2, width**-0.5, 64, count, triton.next_power_of_2(count)),
         num_warps=4,
         launch_pdl=True,
     )
-    join_kernel[(heads,)](parts, y, count, triton.next_power_of_2(count), width, num_warps=4, launch_pdl=True)
     return y
 
 
@@ -144,9 +145,12 @@ def add_norm(x: Tensor, more: Tensor | None, weight: Tensor) -> Tensor:
 class LlamaBlock(nn.Module):
     """Attention and SwiGLU around shortcuts; `cache` is [2, heads, positions, width of a head]."""
 
+    arrived: Tensor
+
     def __init__(self, width: int, inner: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
+        self.register_buffer("arrived", torch.zeros(heads, dtype=torch.int32), persistent=False)
         self.norm1, self.norm2 = nn.RMSNorm(width, EPSILON), nn.RMSNorm(width, EPSILON)
         self.qkv, self.o = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.both, self.down = nn.Linear(width, 2 * inner, bias=False), nn.Linear(inner, width, bias=False)
@@ -154,7 +158,7 @@ class LlamaBlock(nn.Module):
     def one(self, x: Tensor, more: Tensor | None, turn: Tensor, position: Tensor, cache: Tensor) -> Tensor:
         """One token [1, width], to which `more` is still to be added; what is to be added after it."""
         qkv = self.qkv(add_norm(x, more, self.norm1.weight))
-        mixed = attend(qkv, turn, position, cache, self.heads)
+        mixed = attend(qkv, turn, position, cache, self.arrived)
         both = self.both(add_norm(x, self.o(mixed), self.norm2.weight))
         inner = both.shape[-1] // 2
         gated = x.new_empty(1, inner)
