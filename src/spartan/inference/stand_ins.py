@@ -85,15 +85,17 @@ class Attention(nn.Module):
         q, k, v = (t.unflatten(-1, (heads, e // heads)).transpose(1, 2) for t in projected)
         mask = self._mask(attn_mask, key_padding_mask, q)
         weights = None
-        if need_weights:
+        if mask is None and not need_weights and ops.attends(q, k, v):
+            attended = ops.attend(q, k, v)
+        elif need_weights:
             scores = q @ k.transpose(-2, -1) * (e // heads) ** -0.5
             weights = torch.softmax(scores if mask is None else scores + mask, -1)
-            out = weights @ v
+            attended = (weights @ v).transpose(1, 2).flatten(2)
             weights = weights.mean(1) if average_attn_weights else weights
             weights = weights if batched else weights[0]
         else:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        out = self.out_proj(out.transpose(1, 2).flatten(2))
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+        out = self.out_proj(attended)
         if not batched:
             return out[0], weights
         return out if self.batch_first else out.transpose(0, 1), weights

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("job.h", "vectors.h", "walk.h", "kernels.cpp", "dispatch.cpp")
+SOURCES = ("job.h", "vectors.h", "attend.h", "walk.h", "kernels.cpp", "dispatch.cpp")
 FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall"),
     # Multiply and add may be one rounding; NaN and infinity keep their meaning (no -ffast-math).

@@ -194,7 +194,7 @@ extern "C" {
 
 #define PUBLIC __attribute__((visibility("default")))
 
-PUBLIC int64_t spartan_version() { return 4; }
+PUBLIC int64_t spartan_version() { return 5; }
 PUBLIC const char* spartan_isa() { return kernels->name; }
 // For tests and for measuring: 0 if this processor cannot run it.
 PUBLIC int64_t spartan_use_isa(int64_t level) {
@@ -346,6 +346,29 @@ PUBLIC int64_t spartan_pool(const void* x, void* y, const int64_t* geometry, int
   // As in a convolution: whole images to a thread, or bands of rows.
   job.bands = images >= threads ? 1 : threads < job.out_h ? threads : job.out_h;
   run(&job, kernels->pool_windows, job.channels * job.bands, threads);
+  return 0;
+}
+
+// geometry: images, heads, queries, keys, width of a head, and strides of q, k and v (3 each)
+PUBLIC int64_t spartan_attend(const void* q, void* y, const void* k, const void* v, const int64_t* geometry, int64_t,
+                              int64_t bf16, int64_t threads) {
+  const int64_t* at = geometry;
+  const int64_t images = *at++;
+  Attention attention = {q, k, v, geometry + 5, at[0], at[1], at[2], at[3], 1};
+  Job job = {};
+  job.y = y, job.bf16 = bf16, job.attention = &attention;
+  const int64_t all = images * attention.heads;
+  if (all == 0 || attention.queries == 0) return 0;
+  threads = most_threads(threads);
+  // Each share packs all keys for itself: more than one only where there are too few heads for the threads to end together.
+  if (all % threads && all < 6 * threads) {
+    const int64_t shares = up(6 * threads, all), most = up(attention.queries, 24);
+    attention.shares = shares < most ? shares : most;
+  }
+  job.pack_size = kernels->attend_room(&attention);
+  job.pack = scratch.take(threads * job.pack_size);
+  if (!job.pack) return 1;
+  run(&job, kernels->attend_head, all * attention.shares, threads);
   return 0;
 }
 }

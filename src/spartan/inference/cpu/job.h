@@ -8,6 +8,13 @@ enum Activation { NONE = 0, RELU = 1, GELU = 2, GELU_TANH = 3, SILU = 4 };
 struct Job;
 typedef void (*Task)(struct Job*, int64_t task, int64_t slot);
 
+// Attention without masks; strides of q, k and v: from image to image, head to head, token to token, of which each is a run.
+struct Attention {
+  const void *q, *k, *v;
+  const int64_t* strides;
+  int64_t heads, queries, keys, width, shares;  // a head's queries go in so many shares
+};
+
 // The weight, in "rows" and "lanes": rows are taken h at a time; `starts` bounds each group's entries, an entry being one
 // column (or g columns in a row) in which some row of the group is not zero. `values` holds h·g numbers an entry.
 struct Job {
@@ -38,6 +45,7 @@ struct Job {
   int64_t vectors;        // the same in vectors
   int64_t direct;         // read x itself: nothing to rearrange
   int64_t pack_size;      // floats of scratch an image or a piece takes
+  const struct Attention* attention;
 };
 
 struct Kernels {
@@ -46,6 +54,8 @@ struct Kernels {
   int64_t (*widest)(int64_t h);  // vectors in the widest tile of lanes
   int64_t (*rows_tile)(int64_t h);
   int64_t (*walk_most)();        // tokens that one pass of "walk" takes
+  int64_t (*attend_room)(const struct Attention*);  // floats of scratch that a thread takes
   Task rows_pack, rows_multiply, tokens_pack, tokens_multiply, image_pack, image_multiply, walk_pack, walk_multiply, pool_windows;
+  Task attend_head;
 };
 #endif

@@ -5,6 +5,8 @@
 // lanes: pixels or tokens lie in the lanes. For single weights and for convolutions: h outputs × a few vectors of lanes
 //        stay in registers, each weight is broadcast against a run of the packed input.
 // walk:  for one token or a few; in walk.h.
+// Attention is in attend.h.
+#include "attend.h"
 #include "walk.h"
 
 #ifndef SPARTAN_ISA
@@ -399,5 +401,5 @@ void image_multiply(Job* job, int64_t task, int64_t) {
 }  // namespace
 
 extern "C" __attribute__((visibility("hidden"))) const Kernels NAME(SPARTAN_ISA) = {
-    TEXT(SPARTAN_ISA), VL, widest, rows_tile, walk_most, rows_pack, rows_multiply, tokens_pack, tokens_multiply, image_pack, image_multiply,
-    walk_pack, walk_multiply, pool_windows};
+    TEXT(SPARTAN_ISA), VL, widest, rows_tile, walk_most, attend_room, rows_pack, rows_multiply, tokens_pack, tokens_multiply, image_pack,
+    image_multiply, walk_pack, walk_multiply, pool_windows, attend_head};

@@ -14,7 +14,7 @@ from pathlib import Path
 from spartan.inference.cpu import build
 
 PACKAGED = Path(__file__).parent / "_kernels.so"
-VERSION = 4  # spartan_version() in dispatch.cpp
+VERSION = 5  # spartan_version() in dispatch.cpp
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -55,6 +55,7 @@ def _open(path: Path) -> ctypes.CDLL:
     slots = library.spartan_walk_slots
     slots.argtypes, slots.restype = [_P] * 3 + [_I] + [_P] * 4, _I
     library.spartan_conv.argtypes, library.spartan_conv.restype = [_P] * 8 + [_I] * 5, _I
+    library.spartan_attend.argtypes, library.spartan_attend.restype = [_P] * 5 + [_I] * 3, _I
     library.spartan_pool.argtypes, library.spartan_pool.restype = [_P] * 3 + [_I] * 3, _I
     # Torch's own pool of threads: a second one would fight with it for the cores. Where there is no OpenMP with that
     # entry in this process, the library starts threads by itself.

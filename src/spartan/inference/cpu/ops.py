@@ -212,6 +212,32 @@ def max_pool(x: Tensor, window: tuple[int, int], stride: tuple[int, int], paddin
     return y
 
 
+_MOST_WIDE = 512  # the widest head of `attend`
+
+
+def attends(*qkv: Tensor) -> bool:
+    """Whether `attend` takes these: there are kernels, and nothing is to be learned through them."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in qkv):
+        return False
+    plain = all(type(x) is Tensor and x.device.type == "cpu" and x.dtype == qkv[0].dtype for x in qkv)
+    fits = qkv[0].dtype in DTYPES and 0 < qkv[0].shape[-1] <= _MOST_WIDE and qkv[1].shape[-2] > 0
+    return plain and fits and all(x.stride(-1) == 1 for x in qkv) and library() is not None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q kᵀ / √width) v without masks, heads side by side: [images, queries, heads · width].
+
+    q, k and v are [images, heads, tokens, width], with any strides but that a token's numbers of a head follow each
+    other; see `attends`.
+    """
+    images, heads, queries, width = q.shape
+    y = empty(q, (images, queries, heads * width))
+    strides = [n for x in (q, k, v) for n in x.stride()[:3]]
+    geometry = (ctypes.c_int64 * 14)(images, heads, queries, k.shape[2], width, *strides)
+    call_kernel("spartan_attend", q, (y, k, v), [geometry], "none")
+    return y
+
+
 def call_kernel(
     kernel: str, x: Tensor, others: Sequence[Tensor | None], sizes: Sequence[object], activation: str
 ) -> None:
