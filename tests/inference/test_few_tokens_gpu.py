@@ -185,6 +185,15 @@ def test_what_is_timed_for_few_tokens(tmp_path: Path) -> None:
         assert choice.choose(layer, shape, dtype, "auto")[0] is None, "too many tokens, or not of the type"
 
 
+def test_kernels_for_single_weights_are_offered_around_four_fifths_of_zeros() -> None:
+    """Random places seldom are exactly 80% zeros: a little fewer must not be left to other kernels."""
+    torch.manual_seed(0)
+    weight = torch.randn(256, 256) * (torch.rand(256, 256) >= 0.795)
+    assert choice.cuda_kernels(weight, 0, 1) == choice.SINGLES
+    assert choice.SPREADS[0] in choice.cuda_kernels(weight, 0, 16)
+    assert not choice.cuda_kernels(torch.ones(256, 256), 0, 1)
+
+
 @torch.no_grad()
 def test_a_converted_model_takes_kernels_by_the_number_of_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

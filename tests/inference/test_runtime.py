@@ -138,6 +138,29 @@ def test_what_must_not_be_merged() -> None:
         assert torch.allclose(quick(x), other(x), atol=1e-5)
 
 
+def test_a_dense_layer_without_a_bias_adds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias of zeros is read and added as any other."""
+    given: list[Tensor | None] = []
+    plain = F.linear
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        given.append(bias)
+        return plain(x, weight, bias)
+
+    monkeypatch.setattr(F, "linear", linear)
+    layer = nn.Linear(6, 4, bias=False)
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(
+        DenseLinear(layer.weight, layer.bias)(x), plain(x, layer.weight.detach()), rtol=0, atol=0
+    )
+    assert given == [None]
+    conv = nn.Conv2d(3, 4, 3, bias=False)
+    constants = plain_conv(conv)
+    assert constants is not None
+    images = torch.randn(1, 3, 5, 5)
+    torch.testing.assert_close(DenseConv2d(conv.weight, conv.bias, constants)(images), conv(images).detach())
+
+
 def test_fold_batch_norm() -> None:
     conv, norm = nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5)
     stir(nn.Sequential(norm)).double()

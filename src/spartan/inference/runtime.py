@@ -67,12 +67,14 @@ class InferenceLayer(nn.Module):
 
 
 class DenseLayer(InferenceLayer):
-    """A weight and a bias for torch's own products, where no sparse kernel wins."""
+    """A weight and a bias for torch's own products, where no sparse kernel wins; a bias of zeros would take its time."""
+
+    bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str = "none") -> None:
         super().__init__(activation)
         self.weight = nn.Buffer(weight.detach().clone())
-        self.bias = nn.Buffer(weight.new_zeros(len(weight)) if bias is None else bias.detach().clone())
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     @property
     def zeros(self) -> float:
@@ -90,7 +92,8 @@ class DenseLinear(DenseLayer):
     def part(self, x: Tensor, first: int, last: int) -> Tensor:
         """Outputs `first` to `last` alone."""
         x = self._checked_input(x, self.weight.shape[1], -1)
-        return ops.linear_torch(x, self.weight[first:last], self.bias[first:last], self.activation)
+        bias = None if self.bias is None else self.bias[first:last]
+        return ops.linear_torch(x, self.weight[first:last], bias, self.activation)
 
 
 class DenseConv2d(DenseLayer):

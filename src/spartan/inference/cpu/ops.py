@@ -256,17 +256,17 @@ def compiled() -> ctypes.CDLL:
     return found
 
 
-def linear_torch(x: Tensor, weight: Tensor, bias: Tensor, activation: str) -> Tensor:
+def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """The same in plain torch, from the dense weight."""
-    y = F.linear(x, weight.to(x.dtype), bias[: weight.shape[0]].to(x.dtype))
+    y = F.linear(x, weight.to(x.dtype), None if bias is None else bias[: weight.shape[0]].to(x.dtype))
     return ACTIVATIONS[activation][1](y)
 
 
 def conv_torch(
-    x: Tensor, conv: Conv, weight: Tensor, bias: Tensor, activation: str, residual: Tensor | None = None
+    x: Tensor, conv: Conv, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None = None
 ) -> Tensor:
     """The same in plain torch, from the dense weight."""
     conv.out_size(*x.shape[-2:])  # or its error
-    bias = bias[: weight.shape[0]].to(x.dtype)
+    bias = None if bias is None else bias[: weight.shape[0]].to(x.dtype)
     y = F.conv2d(x, weight.to(x.dtype), bias, conv.stride, conv.padding, conv.dilation, conv.groups)
     return ACTIVATIONS[activation][1](y if residual is None else y + residual)
