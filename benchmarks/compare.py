@@ -2,6 +2,7 @@
 
     pip install 'spartan-sparsity[app]'
     python benchmarks/compare.py            # writes them; with --check it only says whether they are up to date
+    python benchmarks/compare.py --missing  # lists the runs that the tables lack, as lines for explore.py
 
 A run counts if it is of a recipe with nothing set but the method, the sparsity and, in blocks, the pattern. Where the same
 run was made again, after a rule had changed, the last row of its file counts. Files are read in the order below.
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import spartan
 from spartan.app.paper.figures import new_figure, write_figure
 
 HERE = Path(__file__).parent
@@ -46,6 +48,9 @@ CIFAR = [Cell("cifar10-wrn22", s, f"CIFAR-10, {100 * s:.0f}%") for s in (0.95, 0
 GPT = Cell("bytes-gpt", 0.9, "bytes-gpt, 90%", loss=True)
 VIT = Cell("cifar10-vit", 0.9, "cifar10-vit, 90%, 16×16", BLOCKS)
 CELLS = [*CIFAR, GPT, VIT]
+# Three seeds of these, one of every other method.
+THRICE = ("dense", "paced", "spartan", "topkast", "feather", "imp", "st3", "acdc", "optg", "rigl", "probmask")
+NOT_FROM_SCRATCH = ("fixed", "gradual")  # they begin with a trained model
 README = ("dense", "paced", "feather", "topkast", "spartan", "imp")
 Scores = dict[tuple[str, float, str], dict[str, dict[int, tuple[float, str]]]]
 
@@ -178,6 +183,22 @@ def draw(scores: Scores) -> Any:
     return figure
 
 
+def missing(scores: Scores) -> list[str]:
+    """The runs that the tables lack, cell by cell, each a line for explore.py."""
+    lines = []
+    for cell in CELLS:
+        for method in sorted((e.name for e in spartan.methods()), key=lambda m: (m not in THRICE, m)):
+            dense = method == "dense"
+            if method in NOT_FROM_SCRATCH or (dense and cell in CIFAR[1:]):
+                continue
+            key = (cell.recipe, 0.0, "") if dense else (cell.recipe, cell.sparsity, cell.setting)
+            there = scores[key].get(method, {}) if key in scores else {}
+            what = [cell.recipe, f"method={method}", *([] if dense else [f"sparsity={cell.sparsity:g}", cell.setting])]
+            seeds = range(3 if method in THRICE else 1)
+            lines += [" ".join([*filter(None, what), f"seed={seed}"]) for seed in seeds if seed not in there]
+    return lines
+
+
 def filled(text: str, parts: dict[str, list[str]]) -> str:
     """The page with its tables made anew, each between a line that names it and one that ends it."""
     for name, lines in parts.items():
@@ -192,8 +213,12 @@ def filled(text: str, parts: dict[str, list[str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a page is out of date")
+    parser.add_argument("--missing", action="store_true", help="list the runs that the tables lack, and write nothing")
     args = parser.parse_args()
     scores = read()
+    if args.missing:
+        print("\n".join(missing(scores)))
+        return
     parts = {
         "cifar10": table(scores, CIFAR, timed=True),
         "bytes-gpt": table(scores, [GPT]),

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import spartan
+from spartan.app.train.config import load_recipe
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -104,3 +105,15 @@ def test_tables_are_those_of_the_csvs() -> None:
     script = ROOT / "benchmarks" / "compare.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_runs_that_the_tables_lack_are_recipes() -> None:
+    """Each line that `--missing` prints can be run, and is listed once."""
+    script = ROOT / "benchmarks" / "compare.py"
+    done = subprocess.run([sys.executable, script, "--missing"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.split("\n")[:-1]
+    assert len(set(lines)) == len(lines)
+    for line in filter(None, lines):
+        recipe, *sets = line.split()
+        load_recipe(recipe, sets)
