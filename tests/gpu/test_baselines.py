@@ -130,4 +130,5 @@ def test_several_backwards_a_step_in_the_application(sets: list[str], tmp_path: 
     for compiled in ("false", "true"):
         config = load_recipe("digits", [*recipe, f"compile={compiled}"])
         losses.append(train_recipe(config, tmp_path / compiled, quiet=True)["test_loss"])
-    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    # ProbMask with other seeds: 0.345 to 0.380; with one sample alone, as if a backward were lost: 0.577.
+    assert losses[1] == pytest.approx(losses[0], rel=0.15)
