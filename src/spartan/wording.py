@@ -53,6 +53,28 @@ def shortened(text: str, most: int = 80) -> str:
     return printable(text if len(text) <= most else f"{text[:half]} … {text[-half:]}")
 
 
+def alike_together(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Rows about layers, of which those that differ in numbers of their names and in the last column alone are one.
+
+    That of the first one is shown, since what is measured differs a little from layer to layer.
+
+    Example:
+        >>> alike_together([["b.0.fc", "rows", "3 ms"], ["head", "dense", ""], ["b.1.fc", "rows", "4 ms"]])
+        [['b.*.fc (2 layers)', 'rows', '3 ms'], ['head', 'dense', '']]
+    """
+    groups: dict[tuple[str, ...], list[Sequence[str]]] = {}
+    for row in rows:
+        parts = row[0].split(".")
+        named = not all(map(str.isdigit, parts))  # numbers alone say more than a star
+        kind = ".".join("*" if named and part.isdigit() else part for part in parts)
+        groups.setdefault((kind, *row[1:-1]), []).append(row)
+    found = []
+    for (kind, *_), members in groups.items():
+        name = members[0][0] if len(members) == 1 else f"{kind} ({len(members)} layers)"
+        found.append([name, *members[0][1:]])
+    return found
+
+
 def aligned(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:
     """A table as lines, its first `left` columns (all, where that is not given) to the left and the others to the right.
 

@@ -68,14 +68,14 @@ def refused(*args: object) -> str:
 def test_bytes_gpt(gpt: Path) -> None:
     text = works(gpt, "--generate", "to be", "--length", 12)
     assert "gpt: gpt, 52.37% zeros" in text  # embeddings and head are dense
-    for words in ("reading 5 tokens", "writing 12", "tokens/s", "all 12 tokens are the same", "layers.0.attention.qkv"):
+    for words in ("reading 5 tokens", "writing 12", "tokens/s", "all 12 tokens are the same", "attention.qkv"):
         assert words in text, words
     assert "reading 9 tokens" in works(gpt, "--generate", "9", "--length", 3, "--threads", 1)
 
 
 def test_a_folder_of_transformers(llama: Path) -> None:
     text = works(llama, "--generate", "20", "--length", 8)
-    for words in ("LlamaForCausalLM", "reading 20 tokens", "all 8 tokens are the same", "model.layers.0.mlp.gate_proj"):
+    for words in ("LlamaForCausalLM", "reading 20 tokens", "all 8 tokens are the same", "mlp.gate_proj"):
         assert words in text, words
 
 

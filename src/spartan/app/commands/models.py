@@ -9,6 +9,7 @@ import typer
 from typer import Option
 
 from spartan.app.commands import RecipeOfFile, SetsOfFile, Target
+from spartan.wording import alike_together
 
 # What runs a command is imported by it, so that help needs neither torch nor the extras.
 if TYPE_CHECKING:
@@ -167,7 +168,8 @@ def inspect(
     with status_line("timing kernels (the first time ever: compiling them)"):
         fast = spartan.accelerate(trained.model, example_inputs=trained.noise(1))
     typer.echo(f"\nkernels       {status()}")
-    print_table(["layer", "kernel", "why"], [[line.layer, line.kernel, line.why] for line in spartan.explain(fast)])
+    rows = [[line.layer, line.kernel, line.why] for line in spartan.explain(fast)]
+    print_table(["layer", "kernel", "why"], alike_together(rows))
 
 
 def bench(
@@ -277,8 +279,9 @@ def _bench_generate(
     same = next((i for i, (a, b) in enumerate(zip(dense, ours, strict=True)) if a != b), length)
     told = f"the first {same:,} of {length:,} tokens are" if same < length else f"all {length:,} tokens are"
     typer.echo(f"\n{told} the same, the likeliest taken each time; keys and values of earlier tokens are kept")
-    typer.echo("\nwhat runs each layer: torch (dense) or a sparse kernel; the times are one layer's")
-    print_table(["layer", "kernel", "why"], [[line.layer, line.kernel, line.why] for line in result.kernels])
+    typer.echo("\nwhat runs each layer: torch (dense) or a sparse kernel; the times are the first layer's")
+    layers = [[line.layer, line.kernel, line.why] for line in result.kernels]
+    print_table(["layer", "kernel", "why"], alike_together(layers))
 
 
 def _print_result(result: "Result") -> None:
@@ -307,11 +310,11 @@ def _print_result(result: "Result") -> None:
             f"scores differ by {answers.gap:.1e} at most"
         )
     typer.echo(
-        f"\nwhat runs each layer: torch (dense) or a sparse kernel; the times are one layer's, at batch {batches[-1]}"
+        f"\nwhat runs each layer: torch (dense) or a sparse kernel; the times are the first layer's, at batch {batches[-1]}"
     )
     by_layer = zip(*result.kernels.values(), strict=True)
     layers = [[lines[0].layer, *(line.kernel for line in lines), lines[-1].why] for lines in by_layer]
-    print_table(["layer", *(f"batch {n}" for n in batches), "why"], layers)
+    print_table(["layer", *(f"batch {n}" for n in batches), "why"], alike_together(layers))
 
 
 def _batches(text: str) -> list[int]:
