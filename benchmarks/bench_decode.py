@@ -16,6 +16,9 @@ Dense contenders: torch's `F.linear`; with --compile the same under `torch.compi
 blocks on the dense weight, which reads it as fast as it reads blocks. The floor is the stored bytes at the speed of the
 fastest reader: that kernel, or `torch.sum`.
 
+`--parts decoder` measures a whole decoder instead: `transformers`' Llama with 8 layers of width 2048 and intermediate width
+5504 and random weights, reading 512 tokens and writing 32, as `spartan bench FOLDER --generate 512 --length 32` does.
+
 `--device cuda` measures on a GPU, in bfloat16, the same layers and a decoder of eight such blocks; see decode_gpu.py.
 """
 
@@ -26,17 +29,21 @@ import csv
 import datetime
 import platform
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spartan import Block, prune
 from spartan.inference.cpu.library import status
 from spartan.inference.few import WalkLinear
 from spartan.inference.runtime import SparseLinear
+from spartan.zoo import torchvision
 
 RESULTS = Path(__file__).parent / "decode.csv"
 COLUMNS = ["date", "commit", "device", "torch", "sparsity", "tokens", "contender", "ms", "megabytes", "ratio", "floor"]
@@ -133,6 +140,44 @@ def append(rows: list[list[object]]) -> None:
         csv.writer(file).writerows([COLUMNS, *rows] if new else rows)
 
 
+def decoder(sparsity: float, commit: str, write: bool) -> None:
+    """Milliseconds a token of a whole decoder, dense and on kernels for its zeros."""
+    from spartan.app.generate import find_decoder, generate
+
+    torchvision()  # transformers imports it where it is there
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 2048,
+        "intermediate_size": 5504,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+    }
+    for name, block in (("single weights", 1), ("16×16 blocks", 16), ("64×64 blocks", 64)):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=32000, **sizes)).eval()
+        pattern = Block(block, block) if block > 1 else None
+        prune(model, sparsity, pattern=pattern, budget="uniform", exclude=("lm_head*", "model.embed*"))
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            found = generate(find_decoder(Path(folder)), "512", 32, lambda _: None)
+        same = sum(a == b for a, b in zip(*found.written.values(), strict=True))
+        for tokens, rates in ((512, found.prefill), (1, found.decode)):
+            base = next(iter(rates.values()))
+            for contender, rate in rates.items():
+                print(
+                    f"  {name:<15} {tokens:4} tokens at once  {contender:<13} {1e3 / rate:8.3f} ms a token  "
+                    f"{rate:8.1f} tokens/s  {rate / base:5.2f}x",
+                    flush=True,
+                )
+                about = [datetime.date.today().isoformat(), commit, DEVICE, torch.__version__, sparsity, tokens]
+                if write:
+                    append(
+                        [[*about, f"decoder, {name}: {contender}", f"{1e3 / rate:.3f}", "", f"{rate / base:.2f}", ""]]
+                    )
+        print(f"    the same token at {same} of 32", flush=True)
+
+
 def gpu(args: argparse.Namespace, commit: str) -> None:
     """The part for a GPU; every figure is printed and written as soon as it is known."""
     import decode_gpu
@@ -160,7 +205,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", help="default: 1; on a GPU 1 16")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--parts", nargs="+", choices=["layers", "host", "decoder"], help="on a GPU; default: all")
+    parser.add_argument(
+        "--parts", nargs="+", choices=["layers", "host", "decoder"], help="default: on a CPU layers, on a GPU all"
+    )
     parser.add_argument("--half", action="store_true", help="on a GPU: float16, not bfloat16")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--sparsity", type=float, default=0.9)
@@ -170,6 +217,9 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     if args.device == "cuda":
         gpu(args, commit)
+        return
+    if args.parts == ["decoder"]:
+        decoder(args.sparsity, commit, args.append)
         return
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, {status().split(' (')[0]}, {commit}")
     contenders = build(args.sparsity, args.compile)

@@ -447,6 +447,28 @@ def test_a_wrong_copy_is_never_handed_out(monkeypatch: pytest.MonkeyPatch) -> No
         accelerate(model, "sparse", example_inputs=x)
 
 
+@needs_kernels
+@pytest.mark.parametrize("faster", ["rows 16×8", "dense"])
+def test_a_large_layer_without_zeros_takes_what_is_faster(faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a kernel for whole weights, too; small layers, and `kernels="sparse"`, leave it out."""
+    seen: list[list[str]] = []
+
+    def measured(case: Any, measure: Any, kernels: Any) -> dict[str, float]:
+        seen.append(list(kernels))
+        times = measure()
+        return {name: (0.0 if name == faster else 1.0) for name in times}
+
+    monkeypatch.setattr(choice, "measured", measured)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 511))
+    x = torch.randn(3, 512)
+    fast = accelerate(model, example_inputs=x)
+    assert seen == [["rows 16×8", "dense"]], "the second one is too small"
+    assert [line.kernel for line in explain(fast)] == [faster, "dense"]
+    torch.testing.assert_close(fast(x), model(x).detach(), rtol=1e-4, atol=1e-5)
+    assert [line.kernel for line in explain(accelerate(model, kernels="sparse"))] == ["dense", "dense"]
+
+
 def test_layers_of_many_outputs_are_timed_on_few_tokens() -> None:
     """256 tokens would take a thousand times what the weight does."""
     wide, narrow = (DenseLinear(torch.zeros(n, 4), None) for n in (1_000_000, 64))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from spartan.inference.cpu.choice import choose, sparse_layer
+from spartan.inference.cpu.choice import LARGE, choose, sparse_layer
+from spartan.inference.cpu.library import library
 from spartan.inference.cpu.ops import DTYPES as _CPU_DTYPES
 from spartan.inference.few import ByTokens
 from spartan.inference.fuse import fuse, plain_conv, plain_linear, replace_module
@@ -98,7 +99,7 @@ def accelerate(
     holder = nn.ModuleDict({"model": fast})  # so that a model which is one layer has a parent, too
     before = None if example_inputs is None else _call(fast, example_inputs)
     fuse(fast)
-    given = _make_replaceable(holder)
+    given = _make_replaceable(holder, kernels)
     shapes = {} if example_inputs is None else _shapes(holder, example_inputs)
     for name, layer in list(holder.named_modules()):
         if isinstance(layer, DenseLinear | DenseConv2d):
@@ -140,8 +141,10 @@ def explain(model: nn.Module) -> list[Explanation]:
     return found
 
 
-def _make_replaceable(holder: nn.ModuleDict) -> dict[str, Any]:
+def _make_replaceable(holder: nn.ModuleDict, kernels: str) -> dict[str, Any]:
     """Every layer with zeros as a `DenseLinear` or `DenseConv2d`, which a sparse one may then replace.
+
+    On a CPU large linear layers without zeros as well: for whole weights, too, there is a kernel.
 
     Returns what `_restore_unused` needs: the attention and convolutions that were there, and the fused paths that were
     switched off.
@@ -159,7 +162,7 @@ def _make_replaceable(holder: nn.ModuleDict) -> dict[str, Any]:
         elif type(module) is nn.MultiheadAttention:
             if not Attention.why_not(module) and _worth_a_kernel(module.in_proj_weight):
                 given[name], layer = module, Attention(module)
-        elif plain_linear(module) and _worth_a_kernel(module.weight):
+        elif plain_linear(module) and (_worth_a_kernel(module.weight) or (kernels == "auto" and _large(module.weight))):
             # Attention that stays as it is reads its output projection's weight itself.
             if not isinstance(holder.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
                 layer = DenseLinear(module.weight, module.bias)
@@ -222,6 +225,11 @@ def _worth_a_kernel(weight: Tensor) -> bool:
     return _has_kernel(weight) and float((weight == 0).float().mean()) >= 0.3
 
 
+def _large(weight: Tensor) -> bool:
+    # A weight of a linear layer for which the CPU's kernel for whole ones is worth timing.
+    return not _on_gpu(weight) and _has_kernel(weight) and weight.numel() >= LARGE and library() is not None
+
+
 def _usual_shape(layer: DenseLinear | DenseConv2d) -> tuple[int, ...]:
     """What a layer is measured at where nobody says."""
     weight = layer.weight
@@ -245,7 +253,8 @@ def _choose_kernel(
     """Put the layer on the kernel that suits it, or leave it as it is, and note why."""
     weight = layer.weight
     shape, dtype = seen or (_usual_shape(layer), weight.dtype)
-    if not _worth_a_kernel(weight):
+    whole = kernels == "auto" and isinstance(layer, DenseLinear) and _large(weight)
+    if not _worth_a_kernel(weight) and not whole:
         layer.why = f"{layer.zeros:.1%} zeros: too few"
     elif not _has_kernel(weight, dtype):
         layer.why = f"no kernel for {dtype}"

@@ -32,6 +32,9 @@ _RATE: dict[tuple[str, int], float] = {
 }
 _RUN_RATE = {8: 1.0, 4: 0.9, 1: 0.75}
 DENSE_ABOVE = 0.7  # with this share of the weight left to multiply, no kernel is worth timing
+# But this one, for a linear layer of at least so many weights: it reads a whole weight faster than torch's product may do.
+WHOLE: Kernel = ("rows", 16, 8)
+LARGE = 1 << 18
 
 
 def candidates(layer: DenseLinear | DenseConv2d, parts: int = 1, tokens: int = 0) -> list[tuple[Kernel, float]]:
@@ -73,6 +76,8 @@ def choose(
         return None if kernels == "auto" else options[0][0], f"{zeros:.1%} zeros; {status()}"
     if kernels == "auto":
         options = [option for option in options if option[1] <= DENSE_ABOVE]
+        if not options and isinstance(layer, DenseLinear) and layer.weight.numel() >= LARGE:
+            options = [(WHOLE, 1.0)]
     if not options:
         return None, f"{zeros:.1%} zeros: too few, or too scattered for any kernel"
     what = layer.conv if isinstance(layer, DenseConv2d) else "linear"
