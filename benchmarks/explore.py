@@ -127,15 +127,26 @@ class Explore(Method):
 @register
 @dataclass(frozen=True)
 class Tried(Paced):
-    """Paced with what else was tried: S²-SAM, gradients of pruned units along θ, and magnitudes that are scaled by layer.
+    """Paced with what else was tried: S²-SAM, gradients of pruned units along θ, magnitudes that are scaled by layer, and
+    gradients of pruned weights that count less in outputs of which little is kept.
 
     S²-SAM (NeurIPS 2024): gradients are taken where the last one would have led, uphill by `uphill` in all. Magnitudes
-    count times the inputs of a layer to the power `layers`/2: at 1 all layers would begin with as large a share.
+    count times the inputs of a layer to the power `layers`/2: at 1 all layers would begin with as large a share. With
+    `rows` the gradients of pruned weights are multiplied by what is kept of their output: its norm (the Euclidean, or that
+    of `norm`) over the mean one of its layer (`rows=mean`) or over that of all its weights (`rows=whole`), at most 1 and at
+    least `floor`. Batch norm divides by that norm; so these gradients are what they would be without. It is measured at
+    each look, or with `often` at each step. With `rescale` weights are multiplied by what is kept of their output, as in
+    ST-3, which does that to all gradients.
     """
 
     uphill: float = 0.0
     along: bool = False
     layers: float = 0.0
+    rows: str = ""
+    floor: float = 0.003
+    often: bool = False
+    norm: float = 2.0
+    rescale: bool = False
 
     name = "tried"
 
@@ -153,6 +164,10 @@ class Tried(Paced):
     def form(self, solver: TorchSolver, at: Moment) -> Form:
         """Beside what Paced declares, the weights' own expression."""
         form = super().form(solver, at)
+        if self.rescale and isinstance(form.mask, Shrunk):
+            form = form._replace(mask=Shrunk(self.p, row_scale=True))
+        if self.rows:
+            return self._rowed(solver, form, at)
         if not (self.uphill or self.along):
             return form
 
@@ -167,6 +182,29 @@ class Tried(Paced):
                 norm = torch.stack([way.square().sum() for way in ways]).sum().sqrt().clamp(min=1e-12)
                 found = [w + self.uphill * way / norm for w, way in zip(found, ways, strict=True)]
             return [x + (w - x).detach() for w, x in zip(found, thetas, strict=True)]
+
+        return form._replace(own=weights)
+
+    def _rowed(self, solver: TorchSolver, form: Form, at: Moment) -> Form:
+        """Gradients of pruned weights, times how much is kept of their output."""
+
+        def weights(thetas: Sequence[Tensor]) -> list[Tensor]:
+            kept = solver.per_target(solver.spread(solver.kept(Form())))
+            found = solver.weights(form)
+            seen = _seen.setdefault(id(solver), {})
+            looks = solver.state.numbers["looks"]
+            if self.often or seen.get("measured") != looks:
+                seen["measured"] = looks
+                norms = [w.detach().float().reshape(len(w), -1).norm(float(self.norm), dim=1) for w in found]
+                wholes = [x.detach().float().reshape(len(x), -1).norm(float(self.norm), dim=1) for x in thetas]
+                if self.rows == "mean":
+                    wholes = [n.mean() for n in norms]
+                seen["rows"] = [
+                    (n / o.clamp(min=1e-12)).clamp(self.floor, 1.0) for n, o in zip(norms, wholes, strict=True)
+                ]
+            factors = [r.to(x.dtype).view(-1, *[1] * (x.dim() - 1)) for r, x in zip(seen["rows"], thetas, strict=True)]
+            back = [x * torch.where(k, 1.0, r) for x, k, r in zip(thetas, kept, factors, strict=True)]
+            return [w.detach() + (b - b.detach()) for w, b in zip(found, back, strict=True)]
 
         return form._replace(own=weights)
 
