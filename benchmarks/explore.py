@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spartan.app.train.config import load_recipe
 from spartan.app.train.loop import train
@@ -134,9 +134,11 @@ class Tried(Paced):
     count times the inputs of a layer to the power `layers`/2: at 1 all layers would begin with as large a share. With
     `rows` the gradients of pruned weights are multiplied by what is kept of their output: its norm (the Euclidean, or that
     of `norm`) over the mean one of its layer (`rows=mean`) or over that of all its weights (`rows=whole`), at most 1 and at
-    least `floor`. Batch norm divides by that norm; so these gradients are what they would be without. It is measured at
-    each look, or with `often` at each step. With `rescale` weights are multiplied by what is kept of their output, as in
-    ST-3, which does that to all gradients.
+    least `floor`: what Paced does where batch norm follows is `rows=whole often=true floor=0.001`. It is measured at each
+    look, or with `often` at each step; with `along` blocks learn along θ as well. With `rows=gradient` outputs whose
+    gradient is larger than `norm` times that of an output of its layer, outputs counted by how many of their weights are
+    kept, are brought down to it. With `rescale`
+    weights are multiplied by what is kept of their output, as in ST-3, which does that to all gradients.
     """
 
     uphill: float = 0.0
@@ -191,6 +193,9 @@ class Tried(Paced):
         def weights(thetas: Sequence[Tensor]) -> list[Tensor]:
             kept = solver.per_target(solver.spread(solver.kept(Form())))
             found = solver.weights(form)
+            if self.rows == "gradient":
+                guarded = [Guarded.apply(x, k, self.norm) for x, k in zip(thetas, kept, strict=True)]
+                return [w.detach() + (b - b.detach()) for w, b in zip(found, guarded, strict=True)]
             seen = _seen.setdefault(id(solver), {})
             looks = solver.state.numbers["looks"]
             if self.often or seen.get("measured") != looks:
@@ -203,21 +208,55 @@ class Tried(Paced):
                     (n / o.clamp(min=1e-12)).clamp(self.floor, 1.0) for n, o in zip(norms, wholes, strict=True)
                 ]
             factors = [r.to(x.dtype).view(-1, *[1] * (x.dim() - 1)) for r, x in zip(seen["rows"], thetas, strict=True)]
+            if self.along:
+                thetas = [Along.apply(solver, i, x, kept[i], True) for i, x in enumerate(thetas)]
             back = [x * torch.where(k, 1.0, r) for x, k, r in zip(thetas, kept, factors, strict=True)]
             return [w.detach() + (b - b.detach()) for w, b in zip(found, back, strict=True)]
 
-        return form._replace(own=weights)
+        return form._replace(own=weights, damp=None)
+
+
+def without_norm(classes: int = 10) -> nn.Sequential:
+    """The net of `digits` without batch norm (model=explore:without_norm)."""
+
+    def conv(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
+        layer = nn.Conv2d(inputs, outputs, 3, stride, 1)
+        nn.init.kaiming_normal_(layer.weight)
+        return [layer, nn.ReLU()]
+
+    body = [*conv(1, 32, 1), *conv(32, 64, 2), *conv(64, 64, 2)]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
+
+
+class Guarded(torch.autograd.Function):
+    """θ; its gradient is g where kept, and elsewhere at most so many times as large as is usual for an output."""
+
+    @staticmethod
+    def forward(ctx: Any, theta: Tensor, kept: Tensor, most: float) -> Tensor:
+        """As it is."""
+        ctx.save_for_backward(kept)
+        ctx.most = most
+        return theta.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        """g, or less of it."""
+        (kept,) = ctx.saved_tensors
+        sizes, counts = g.float().reshape(len(g), -1).norm(dim=1), kept.reshape(len(g), -1).sum(1)
+        usual = (sizes * counts).sum() / counts.sum().clamp(min=1)
+        by = (ctx.most * usual / sizes.clamp(min=1e-30)).clamp(max=1.0).view(-1, *[1] * (g.dim() - 1))
+        return g * torch.where(kept, 1.0, by), None, None
 
 
 class Along(torch.autograd.Function):
     """θ where kept; its gradient is g there, and elsewhere the part of g along θ, unit by unit."""
 
     @staticmethod
-    def forward(ctx: Any, solver: TorchSolver, i: int, theta: Tensor, kept: Tensor) -> Tensor:
-        """Hard."""
+    def forward(ctx: Any, solver: TorchSolver, i: int, theta: Tensor, kept: Tensor, whole: bool = False) -> Tensor:
+        """Hard, or the whole of θ."""
         ctx.save_for_backward(theta, kept)
         ctx.of = solver.problem, i
-        return torch.where(kept, theta, 0.0)
+        return theta.clone() if whole else torch.where(kept, theta, 0.0)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -225,7 +264,7 @@ class Along(torch.autograd.Function):
         (problem, i), (theta, kept) = ctx.of, ctx.saved_tensors
         sums = [problem.reduce(i, x) for x in (g * theta, theta * theta)]
         along = problem.expand(i, sums[0] / sums[1].clamp(min=1e-12)) * theta
-        return None, None, torch.where(kept, g, along), None
+        return None, None, torch.where(kept, g, along), None, None
 
 
 def look(solver: TorchSolver, at: Moment) -> None:

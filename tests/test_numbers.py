@@ -122,7 +122,7 @@ ARGUMENTS = {
     "topkast": {"backward_sparsity": 0.3, "exploration": 0.3, "every": 3},
     "acdc": {"first_dense": 0.3, "phase": 0.3, "last_dense": 0.3},
     "feather": {"p": 3.0, "pruned_gradient": 0.3},
-    "paced": {"exchange": 0.3, "leak": 0.3, "reach": 1.5, "p": 3.0},
+    "paced": {"exchange": 0.3, "leak": 0.3, "p": 3.0},
     "movement": {"score_lr": 0.3},
     "optg": {"epochs": 3, "steepness": 0.3},
     "powerprop": {"alpha": 3.0},

@@ -92,9 +92,27 @@ def sizes(solver: TorchSolver, i: int, theta: Tensor) -> Tensor:
     return problem.expand(i, size) * way
 
 
+def damping(solver: TorchSolver, form: Form, psi: Sequence[Tensor]) -> list[Tensor]:
+    """1 on A; elsewhere ‖w‖/‖ψ‖ over the outputs that a unit has a part in, at least as much as the form says."""
+    assert form.damp is not None
+    problem, found = solver.problem, []
+    each = zip(problem.targets, psi, hard_values(solver, form, psi), entries_of(solver, solver.kept(form)), strict=True)
+    for i, (target, x, w, keep) in enumerate(each):
+        lengths = []
+        for y in (w, x):
+            of_outputs = target.axes.at_rows(target.axes.rows(y.detach()).norm(dim=1), y.detach())
+            lengths.append(problem.expand(i, problem.reduce(i, of_outputs.square())).sqrt())
+        share = torch.where(lengths[1] > 0, lengths[0] / lengths[1], 0.0).clamp(float(form.damp[i]), 1.0)
+        found.append(torch.where(keep, 1.0, share))
+    return found
+
+
 def weights(solver: TorchSolver, form: Form, thetas: Sequence[Tensor], line: Expression | None = None) -> list[Tensor]:
     """w = f(θ), with the gradient that the form declares; a form with an expression of its own needs its straight line."""
     psi = powers(solver, thetas)
+    if form.damp is not None:
+        plain = weights(solver, form._replace(damp=None), thetas, line)
+        return [straight_through(w * f, w.detach()) for w, f in zip(plain, damping(solver, form, psi), strict=True)]
     if form.own is not None:
         assert line is not None, "compared with itself, an expression is always right: write it in own.py once more"
         return line(psi)

@@ -220,7 +220,7 @@ def test_models_that_need_their_weights_are_built_with_them() -> None:
 
 def test_fewer_test_images_than_processes(tmp_path: Path) -> None:
     """Every forward pass is work of all, so who has nothing to test runs along."""
-    sets = (*LEARNS, f"data.source={HERE}:one_to_test", "clip=null")
+    sets = (*LEARNS, f"data.source={HERE}:one_to_test", "clip=null", "optimizer.lr=0.1")
     launch(tmp_path / "one", 1, *train(*sets))
     launch(tmp_path / "two", 2, *train(*sets, *FSDP))
     one, two = (lines(tmp_path / name / "run", "epoch")[-1] for name in ("one", "two"))

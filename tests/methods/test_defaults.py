@@ -69,7 +69,6 @@ SOURCES: dict[str, Source] = {
     "paced": {
         "exchange": (0.22, f"{OURS}, docs/paced.md"),
         "leak": (1.0, f"{OURS}, docs/paced.md"),
-        "reach": (1.5, f"{OURS}, docs/paced.md"),
         "p": (3.0, f"{FEATHER}: Feather_aux.forward, p = 3"),
         "ramp": (cubic(0.0, 1.0), f"{FEATHER}: pruning_scheduler"),
         "warmup": (0.5, f"{FEATHER}: pruning_scheduler, t2 = 0.5 · ntotalsteps"),

@@ -9,11 +9,15 @@ from torch import Tensor
 from spartan.methods.base import Method
 from spartan.methods.registry import register
 from spartan.problem.schedules import Moment, Schedule, cubic
+from spartan.solvers.base import Grads
 from spartan.solvers.forms import STRAIGHT, Along, Form, Mask, Shrunk, Where
+from spartan.solvers.masks import sums_of_outputs
 from spartan.solvers.torch import TorchSolver
 
 WINDOW = 5  # looks, of which there are a hundred in a run, over which an exchange is counted
 SLOWEST, FASTEST = 0.02, 4.0
+NORMED = 0.01  # of Σ ⟨g, w⟩² over Σ (g·w)²: far above where batch norm follows (under 1e-3), far below where not (0.05)
+LEAST = 0.001  # of gradients where nothing of an output is kept: batch norm's ε makes them some 300 times as large
 
 
 @register
@@ -22,8 +26,8 @@ class Paced(Method):
     """Paced: top-k of magnitudes, whose pruned weights learn as fast as a set share of the kept ones is exchanged.
 
         A = top_k |θ|                                  w = θ · max(1 − (τ/u)ᵖ, 0)^(1/p) on A, as in Feather
-        θ ← θ + Δ on A,  θ + f·Δ elsewhere             Δ: the optimizer's update, by the gradient for w straight through;
-                                                       |f·Δ| at most reach · density · mean |θ| of A
+        g ← g·‖w‖/‖θ‖ outside A                        of the unit's outputs; in layers that batch norm follows
+        θ ← θ + Δ on A,  θ + f·Δ elsewhere             Δ: the optimizer's update, by the gradient for w straight through
         f ← f · (e/ê)^(1/5)                            a hundred times in a run
         θ ← (1 − l) · θ where pruned                   likewise
 
@@ -33,15 +37,15 @@ class Paced(Method):
     the length of the run are; a factor on gradients would not, as Adam takes it out again. The leak l makes pruned
     weights forget what they learned long ago: without an update they would lose `leak` e-folds in the run, most at first.
 
-    The reach keeps training from collapsing where few are kept: batch norm divides by next to nothing where a channel has
-    gone to zero, and with gradients a few hundred times as large its weights would take the places of all others. Of units
-    of several weights, pruned ones get the part of their gradient along θ: any other makes them larger by chance.
+    Batch norm divides what an output gives by its size, and multiplies its gradients by as much: a few hundred times where
+    an output has gone to zero, whose weights would then take the places of all others. So there gradients of pruned weights
+    are about what they would be if all of θ were kept. Which layers these are shows in the gradients: the loss does not
+    depend on the size of their outputs, so that ⟨g, w⟩ = 0 for each. Of units of several weights, pruned ones get the part
+    of their gradient along θ: any other makes them larger by chance.
 
     Args:
         exchange: what share of the kept weights is exchanged in a twentieth of the run, times the sparsity.
         leak: how many times over the run pruned weights would shrink to 1/e; 0 for none.
-        reach: how far a pruned weight goes in a step at most, times the density and the mean magnitude of what is kept; 0
-            for no limit.
         p: how weights are shrunk near the threshold: 1 is soft thresholding, ∞ hard. Units of several weights and N:M
             have hard masks, whatever p: their magnitudes differ so little that almost nothing would be left of them.
         ramp: how the sparsity grows over the warm-up, from 0 to 1 of the final one.
@@ -55,21 +59,23 @@ class Paced(Method):
 
     exchange: float = 0.22
     leak: float = 1.0
-    reach: float = 1.5
     p: float = 3.0
     ramp: Schedule = cubic(0.0, 1.0)
 
     name = "paced"
     year = 2026
     mask_rule = "top-k of |θ|, every step, shrunk most near the threshold"
-    gradient_rule = "g, straight through, of pruned blocks along θ; updates times f where pruned"
+    gradient_rule = (
+        "g, straight through, before batch norm ‖w‖/‖θ‖ of it where pruned, of blocks along θ; updates times f"
+    )
     reference = "none: docs/paced.md"
     refuses_nm = ""
+    apart = True
     warmup = 0.5
     finetune = 0.0
 
     def __post_init__(self) -> None:
-        for name, most in (("exchange", 1.0), ("leak", math.inf), ("reach", math.inf)):
+        for name, most in (("exchange", 1.0), ("leak", math.inf)):
             value = getattr(self, name)
             if not 0 <= value <= most or value == math.inf:
                 limit = "a number in [0, 1]" if most == 1.0 else "a finite number ≥ 0"
@@ -86,7 +92,8 @@ class Paced(Method):
         """Every weight is kept, and learns as the optimizer says."""
         state, ones = solver.state, torch.ones(len(solver.problem.targets), dtype=torch.float64)
         state.per_unit["history"] = torch.full((solver.count,), 255, dtype=torch.uint8, device=solver.device)
-        state.per_target |= {"pace": ones.to(solver.device), "reach": torch.zeros_like(ones).to(solver.device)}
+        begin = {"pace": ones, "damp": ones, "sums": torch.zeros_like(ones), "terms": torch.zeros_like(ones)}
+        state.per_target |= {name: x.to(solver.device) for name, x in begin.items()}
         state.numbers |= {"looks": 0, "looked": -1}
 
     def choose(self, solver: TorchSolver, at: Moment) -> None:
@@ -125,22 +132,28 @@ class Paced(Method):
             each = by[solver.constant(problem.segment_of)]
             state.per_target["pace"] = (state.per_target["pace"] * each).clamp(SLOWEST, FASTEST)
         state.per_unit["history"] = (history << 1) | kept
-        self._measure(solver, kept)
 
-    def _measure(self, solver: TorchSolver, kept: Tensor) -> None:
-        """How far pruned weights may go in a step: less, the fewer are kept and the smaller these are."""
-        problem, numbers = solver.problem, solver.constant
-        sums, counts = solver.sum_by_target(solver.magnitudes(solver.theta.slabs) * kept, kept)
-        magnitudes = sums / numbers([float(factor) for factor in problem.factors])
-        entries = numbers([t.numel / n for t, n in zip(problem.targets, problem.all_units, strict=True)])
-        units = numbers([float(n) for n in problem.all_units])
-        sums = torch.stack([magnitudes, counts * entries, counts, units])
-        magnitude, weights, left, all_of_them = solver.segments_of(sums)
-        reach = self.reach * left / all_of_them * magnitude / weights.clamp(min=1.0)
-        solver.state.per_target["reach"] = reach[numbers(problem.segment_of)]
+    def observes(self, at: Moment) -> bool:
+        """A hundred times in a run."""
+        return at.due
+
+    def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:
+        """Find the layers that batch norm follows: there ⟨g, w⟩ of an output is nothing beside its terms g·w."""
+        problem, state = solver.problem, solver.state.per_target
+        weights = [target.local.to(solver.dtype) for target in problem.targets]
+        products = [
+            torch.zeros_like(w) if g is None else g.to(w.dtype) * w for g, w in zip(grads, weights, strict=True)
+        ]
+        sums = [of_outputs[0].square().sum(dtype=torch.float64) for of_outputs in sums_of_outputs(problem, products)]
+        terms = [x.square().sum(dtype=torch.float64) for x in products]
+        found = problem.ranks.counted(torch.stack([torch.stack(sums), torch.stack(terms)]))
+        found = torch.where(found.isfinite().all(0), found, 0.0)  # a loss scaler may have asked for too much
+        found = found if problem.ranks.alone else problem.ranks.sum(found)
+        state["sums"], state["terms"] = state["sums"] + found[0], state["terms"] + found[1]
+        state["damp"] = torch.where(state["sums"] < NORMED * state["terms"], LEAST, 1.0).double()
 
     def form(self, solver: TorchSolver, at: Moment) -> Form:
-        """The hard or shrunk mask; g, or for units its part along θ where pruned; pace and reach where pruned."""
+        """The hard or shrunk mask; g, or for units its part along θ where pruned; damped and paced where pruned."""
         problem, state = solver.problem, solver.state
         shrunk = problem.pattern.single and self.p < math.inf
         whole = problem.pattern.single or problem.pattern.rows is not None
@@ -149,5 +162,5 @@ class Paced(Method):
             Shrunk(self.p) if shrunk else Mask.ONE,
             STRAIGHT if whole else Along.THETA,
             pace=Where(1.0, pace, pace),
-            reach=state.per_target["reach"] if self.reach else None,
+            damp=None if problem.pattern.rows is not None else state.per_target["damp"],
         )

@@ -4,11 +4,11 @@ A is what is kept, B a larger set that some methods also train; both come from a
 
     rank     what units compete by: |ψ(θ)|, or values that are learned
     mask     w = mask · θ, projected on A or not
+    damp     first of all, gradients outside A times what of the length of their outputs is kept
     back     gradients for w into gradients for θ: factors on A, on B∖A and on the rest, or through the mask, or what of
              them lies along θ
     decay    a multiple of θ, by the same three sets, added to the gradient once per step, unscaled
     pace     how far θ goes along with the optimizer's update, by the same three sets
-    reach    how far at most it goes outside A
 """
 
 from collections.abc import Callable, Sequence
@@ -120,8 +120,10 @@ class Form(NamedTuple):
         own: an autograd expression, from one tensor per target to as many, where the above does not fit. It may use
             learned parameters. Then `mask` and `back` say nothing, unless the mask is `Shifted`.
         pace: see above; None is all the way, everywhere.
-        reach: see above, a number for every target, the same for all those of a segment; None for no limit. It goes with
-            a pace.
+        damp: outside A gradients are multiplied by ‖w‖/‖θ‖, over the outputs that a unit has a part in, and by at least
+            so much, a number for every target: 1 for not at all. None for none. Batch norm divides an output by its
+            size and multiplies its gradients by as much, some hundred times where next to nothing of it is kept; so
+            damped, they are about what they would be if all of θ were.
     """
 
     mask: Mask | Shrunk | Shifted | Stored = Mask.ONE
@@ -133,7 +135,7 @@ class Form(NamedTuple):
     more: str | None = None
     own: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
     pace: Where | None = None
-    reach: Tensor | None = None
+    damp: Tensor | None = None
 
     @property
     def stored(self) -> str | None:

@@ -1,6 +1,5 @@
 """Turns gradients for w into gradients for θ, as methods declare it."""
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 
 from spartan.solvers.base import Grads, there
 from spartan.solvers.forms import KEPT, Along, Form, Mask, PerSegment, Shifted, Where
+from spartan.solvers.masks import sums_of_outputs
 from spartan.solvers.sampling import Sampling
 from spartan.solvers.units import masked, times
 
@@ -22,6 +22,8 @@ class Gradients(Sampling):
         if all(g is None for g in grads):
             return list(grads)
         self.teach(form, grads)
+        if form.damp is not None:
+            grads = self._damped(form, form.damp, grads)
         if form.own is not None:
             found = self._autograd(form.own, grads)
         elif isinstance(form.back, Where):
@@ -111,6 +113,19 @@ class Gradients(Sampling):
             [None if g is None else torch.where(k, g, (part * v).to(g.dtype)) for g, v, k, part in each], grads
         )
 
+    def _damped(self, form: Form, least: Tensor, grads: Grads) -> list[Tensor | None]:
+        """g where kept; elsewhere times ‖w‖/‖θ‖, over the outputs that the unit has a part in."""
+        problem, values, weights = self.problem, self.per_target(self.values()), self.weights(form)
+        squares = [[x.to(self.dtype).square() for x in some] for some in (weights, values)]
+        shares = []
+        for i, (target, sums) in enumerate(zip(problem.targets, sums_of_outputs(problem, *squares), strict=True)):
+            left, whole = (problem.reduce(i, target.axes.at_rows(x, values[i])) for x in sums)
+            share = (left / whole.clamp(min=torch.finfo(self.dtype).tiny)).sqrt()
+            shares.append(torch.maximum(share, least[i].to(self.dtype)).clamp(max=1.0))
+        factors = self.spread(torch.where(self.kept(form), 1.0, torch.cat(shares)))
+        pairs = zip(self.slabs(grads), factors, strict=True)
+        return self._as_given([None if g is None else g * x.to(g.dtype) for g, x in pairs], grads)
+
     def _factors(self, form: Form, factors: Where) -> Tensor:
         """Of every unit."""
         each = (self._per_unit(x) for x in (factors.a, factors.b, factors.c))
@@ -151,18 +166,10 @@ class Gradients(Sampling):
         """Of these parameters, which an optimizer has moved away from θ: let them go as far as the form says."""
         assert form.pace is not None
         factors = self.per_target(self.spread(self._factors(form, form.pace)))
-        reaches = None
-        if form.reach is not None:
-            reaches = self.per_target(self.spread(self._factors(form, Where(math.inf, form.reach, form.reach))))
         for i in which:
             moved, theta = self.problem.targets[i].local, self.theta.views[i]
             # A factor of 1 leaves what the optimizer made of θ as it is, to the bit.
             torch.lerp(theta, moved, factors[i].to(moved.dtype), out=moved)
-            if reaches is not None:
-                way = moved - theta
-                reach = reaches[i].to(moved.dtype)
-                far = (way.abs() > reach) & way.isfinite()  # what is not finite is to be found
-                moved.copy_(torch.where(far, theta + way.sign() * reach, moved))
 
     def decay(self, form: Form) -> list[Tensor]:
         """What the form adds to the gradients for θ whatever the loss: a multiple of θ, or of ψ times its slope."""

@@ -145,6 +145,21 @@ class Masks(Units):
             self._costed = mask, self.cost_of(mask)
         return self._costed[1]
 
+    def weights(self, form: Form | None) -> list[Tensor]:
+        """w = mask · θ of every target, zero outside A."""
+        assert form is not None
+        values = self.values()
+        if form.own is not None:
+            return form.own(self.per_target(values))
+        kept = self.kept(form) if form.project else None
+        mask = self.mask(form, kept) if kept is not None else self.mask(form, torch.empty(0))
+        found = values
+        if mask is not None:
+            found = [x * m.to(x.dtype) for x, m in zip(found, self.spread(mask), strict=True)]
+        if kept is not None:
+            found = [masked(x, keep) for x, keep in zip(found, self.spread(kept), strict=True)]
+        return self.per_target(found)
+
     def _shrunk(self, by: Shrunk, kept: Tensor) -> Tensor:
         """(1 − (τ/u)ᵖ)^(1/p) where kept."""
         u = self.scores()
@@ -162,16 +177,20 @@ def row_scales(units: Units, kept: Tensor) -> Tensor:
     slabs = [x.abs() if x.dtype.itemsize >= 4 else x.float().abs() for x in units.values()]
     rest = [masked(x, keep) for x, keep in zip(slabs, units.spread(kept), strict=True)]
     before, after = units.per_target(slabs), units.per_target(rest)
-    axes = [target.axes for target in problem.targets]
-    each = zip(axes, before, after, strict=True)
-    sums = [torch.stack((a.rows(x).sum(1), a.rows(y).sum(1))) for a, x, y in each]
-    _sum_over_cuts(problem, sums)
-    found = []
+    sums, found = sums_of_outputs(problem, before, after), []
     for i, (target, x, (whole, left)) in enumerate(zip(problem.targets, before, sums, strict=True)):
-        n = math.prod(axes[i].shape(target.shape)[1:])
+        n = math.prod(target.axes.shape(target.shape)[1:])
         scale = 1.01 / ((left / n + 1e-6) / (whole / n + 1e-6) + 0.01)
-        found.append(problem.reduce(i, axes[i].at_rows(scale, x)) / problem.sizes[i])
+        found.append(problem.reduce(i, target.axes.at_rows(scale, x)) / problem.sizes[i])
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def sums_of_outputs(problem: Problem, *tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The sum over what makes each output, of some tensors per target: a row for each of them."""
+    each = zip(problem.targets, *tensors, strict=True)
+    sums = [torch.stack([target.axes.rows(x).sum(1) for x in some]) for target, *some in each]
+    _sum_over_cuts(problem, sums)
+    return sums
 
 
 def _sum_over_cuts(problem: Problem, sums: Sequence[Tensor]) -> None:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from spartan.problem.problem import Problem
@@ -12,7 +11,7 @@ from spartan.solvers.base import Flags, Solver
 from spartan.solvers.forms import MOMENTA, Form
 from spartan.solvers.gradients import Gradients
 from spartan.solvers.theta import copy_all
-from spartan.solvers.units import MethodState, masked
+from spartan.solvers.units import MethodState
 
 
 class TorchSolver(Gradients, Solver):
@@ -38,21 +37,6 @@ class TorchSolver(Gradients, Solver):
     def take(self, which: Sequence[int]) -> None:
         """θ from the parameters of these targets."""
         self.theta.take(which)
-
-    def weights(self, form: Form | None) -> list[Tensor]:
-        """w = mask · θ of every target, zero outside A."""
-        assert form is not None
-        values = self.values()
-        if form.own is not None:
-            return form.own(self.per_target(values))
-        kept = self.kept(form) if form.project else None
-        mask = self.mask(form, kept) if kept is not None else self.mask(form, torch.empty(0))
-        found = values
-        if mask is not None:
-            found = [x * m.to(x.dtype) for x, m in zip(found, self.spread(mask), strict=True)]
-        if kept is not None:
-            found = [masked(x, keep) for x, keep in zip(found, self.spread(kept), strict=True)]
-        return self.per_target(found)
 
     def write(self, form: Form | None) -> None:
         """w into the parameters."""

@@ -34,11 +34,10 @@ SHAPES: dict[Pattern, list[tuple[tuple[int, ...], tuple[int, ...] | None]]] = {
     NM(3, 7): [((2, 7, 2, 3), (3, 1, 0, 2)), ((4, 7, 2), None), ((3, 14), None)],
 }
 EACH = (0.5, 0.125)  # of both segments
-REACH = torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64, device=DEVICE)  # of each target
+DAMP = torch.tensor([0.25, 1.0, 0.001], dtype=torch.float64, device=DEVICE)  # of each target
 FORMS = {
     "one": Form(Mask.ONE, KEPT),
     "straight": Form(Mask.ONE, STRAIGHT, Where(0.0, 0.5, 0.5), pace=Where(1.0, 2.0, 2.0)),
-    "within reach": Form(Shrunk(2.0), STRAIGHT, pace=Where(1.0, 0.75, 0.75), reach=REACH),
     "soft": Form(Mask.SOFT, VJP.THROUGH),
     "soft, not projected": Form(Mask.SOFT, VJP.THROUGH, project=False),
     "shrunk": Form(Shrunk(1.0), Where(1.0, EACH, EACH)),
@@ -47,13 +46,14 @@ FORMS = {
     "b": Form(Mask.ONE, Where(1.0, 1.0, 0.0), Where(0.25, EACH, 0.0), pace=Where(0.25, EACH, 0.0)),
     "everything": Form(Mask.ONE, STRAIGHT, project=False),
     "stored": Form(Stored("A"), KEPT, pace=Where(1.0, EACH, EACH)),
-    "stored, within reach": Form(Stored("A"), KEPT, pace=Where(1.0, EACH, EACH), reach=REACH),
     "stored, b": Form(Stored("A"), Where(1.0, 0.5, 0.0), Where(0.25, EACH, 0.0), more="B"),
     "stored, learned": Form(Stored("A"), KEPT, learned="rank"),
     "stored numbers": Form(Stored("m"), VJP.THROUGH, project=False),
     "learned": Form(Mask.ONE, KEPT, Where(0.25, 0.5, 0.5), learned="rank", pace=Where(1.0, 1.5, 1.5)),
     "along": Form(Mask.ONE, Along.THETA),
     "stored, along": Form(Stored("A"), Along.THETA),
+    "damped, along": Form(Mask.ONE, Along.THETA, damp=DAMP),
+    "stored, damped, along": Form(Stored("A"), Along.THETA, damp=DAMP),
     "learned, along": Form(Mask.ONE, Along.THETA, learned="rank"),
     "learned, soft": Form(Mask.SOFT, VJP.THROUGH, learned="rank"),
 }
@@ -133,9 +133,6 @@ def compare_pace(solvers: list[TorchSolver], forms: list[Form], close: dict[str,
     kept = solvers[0].per_target(solvers[0].spread(solvers[0].kept(forms[0])))
     for i, (x, theta, factor) in enumerate(zip(moved[0], solvers[0].theta.views, factors, strict=True)):
         way = factor * (x - theta)
-        if forms[0].reach is not None:
-            reach = forms[0].reach[i].to(way.dtype)
-            way = torch.where(kept[i], way, way.clamp(-reach, reach))
         expected = (theta + way).to(x.dtype) if i in which else x
         for solver in solvers:
             found = solver.problem.targets[i].local

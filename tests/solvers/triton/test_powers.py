@@ -25,13 +25,16 @@ pytestmark = pytest.mark.filterwarnings(
 )
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ASKED: dict[str, Any] = {"prices": [1.0, 0.25, 3.0, 0.5], "owners": [0, 0, 1, 1], "value_power": 0.5}
+DAMP = torch.tensor([0.25, 1.0, 0.0, 0.001], dtype=torch.float64, device=DEVICE)  # of each target
 FORMS = {
     "spartan": Form(Mask.SOFT, VJP.THROUGH),
     "spartan-soft": Form(Mask.SOFT, VJP.THROUGH, project=False),
     "imp": Form(back=KEPT),
     "topkast": Form(back=STRAIGHT, decay=Where(0.1, 0.5, 0.0)),
     "feather": Form(Shrunk(3.0), Where(1.0, 0.5, 0.5)),
-    "paced": Form(Shrunk(3.0), STRAIGHT, pace=Where(1.0, 1.5, 1.5)),
+    "straight": Form(Shrunk(3.0), STRAIGHT, pace=Where(1.0, 1.5, 1.5)),
+    "paced": Form(Shrunk(3.0), STRAIGHT, pace=Where(1.0, 1.5, 1.5), damp=DAMP),
+    "damped": Form(Mask.ONE, STRAIGHT, damp=DAMP),
     "st3": Form(Shrunk(1.0, row_scale=True), STRAIGHT),
     "srste": Form(back=STRAIGHT, decay=Where(0.0, 0.2, 0.2)),
 }
@@ -108,7 +111,7 @@ def test_who_looks_sees_what_the_kernels_kept(power: float, dtype: torch.dtype) 
             assert part * total - max(fast.problem.unit_costs) < cost <= part * total + 1e-9
 
 
-@pytest.mark.parametrize("power", [1.5, 2.0])
+@pytest.mark.parametrize("power", [1.0, 1.5, 2.0])
 @pytest.mark.parametrize("name", list(FORMS))
 def test_weights_and_gradients(name: str, power: float) -> None:
     """Against the VJP of a plain expression of θ, in float64."""

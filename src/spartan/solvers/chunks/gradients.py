@@ -25,7 +25,7 @@ class ChunkGradients(ChunkMasks):
             return False
         if form.learned is not None and self.state.learned[form.learned].dtype != self.dtype:
             return False
-        if isinstance(form.back, Along):
+        if isinstance(form.back, Along) or (form.damp is not None and not all(piece.row for piece in self._pieces)):
             return False
         return isinstance(form.back, Where) or form.mask is Mask.SOFT or isinstance(form.mask, (Stored, Shifted))
 
@@ -38,6 +38,8 @@ class ChunkGradients(ChunkMasks):
         if all(g is None for g in grads):
             return grads
         self.teach(form, grads)
+        if form.damp is not None:
+            self._damp(form, form.damp.tolist(), grads)
         if isinstance(form.mask, Shifted):
             self._teach_shifts(form, form.mask.name, grads)
             self._only_kept(form, grads)
@@ -80,6 +82,23 @@ class ChunkGradients(ChunkMasks):
             factors = self._factors_of(form, by)
             for piece, g in self.beside(grads):
                 g.mul_(factors(piece))
+
+    def _damp(self, form: Form, least: Sequence[float], grads: Grads) -> None:
+        """g outside A times ‖w‖/‖θ‖ of its output; the model holds w."""
+        keep, weights = self.projection(form), self._flat([t.local for t in self.problem.targets])
+        for piece, g in self.beside(grads):
+            w = weights[piece.i]
+            if least[piece.i] >= 1.0 or w is None:
+                continue
+            left, whole = (
+                torch.mul(x, x, out=piece.room[0]).view(-1, piece.row).sum(1)
+                for x in (w[piece.here], value_of(piece, self.power))
+            )
+            tiny = torch.finfo(self.dtype).tiny
+            share = left.div_(whole.clamp_(min=tiny)).sqrt_().clamp_(least[piece.i], 1.0)
+            keep(piece, g, piece.room[1])
+            g.sub_(piece.room[1]).view(-1, piece.row).mul_(share[:, None])
+            g.add_(piece.room[1])
 
     def _factors_of(self, form: Form, by: Where) -> Callable[[Piece], Tensor]:
         """The factors of a piece, in room 1: c + (b − c)·[B] + (a − b)·[A]; takes room 2."""
@@ -131,15 +150,9 @@ class ChunkGradients(ChunkMasks):
             super().pace(form, which)
             return
         assert form.pace is not None
-        factors, in_a = self._factors_of(form, form.pace), self._members(form, form.stored, self.a)
-        reaches = None if form.reach is None else form.reach.tolist()
+        factors = self._factors_of(form, form.pace)
         for piece, x in self.beside(moved):
             torch.lerp(piece.theta, x, factors(piece), out=x)
-            if reaches is not None:
-                # To [θ − reach, θ + reach] outside A, without a branch; what is not finite is to be found.
-                limit = in_a(piece, piece.room[1]).mul_(torch.finfo(x.dtype).max).add_(reaches[piece.i])
-                low, high = torch.sub(piece.theta, limit, out=piece.room[2]), limit.add_(piece.theta)
-                torch.where(x.isfinite(), torch.clamp(x, low, high), x, out=x)
 
     # ------------------------------------------------------------------ through masks
 

@@ -91,6 +91,15 @@ class BlockSolver(TritonSolver):
         """Where kernels read what is kept; None where they cannot, and for powers of weights."""
         return None if self.power != 1.0 else super().reading(form)
 
+    def damps(self, form: Form) -> bool:
+        """Whether kernels damp gradients as the form says."""
+        return isinstance(form.back, Along) and self.bands is not None
+
+    @cached_property
+    def bands(self) -> "Bands | None":
+        """The rows of units, with what of their length is kept."""
+        return Bands(self.problem, self.device)
+
     @cached_property
     def row_scales(self) -> "BandScales":  # type: ignore[override]
         """What makes up for the magnitude that each row of units has lost."""
@@ -204,17 +213,21 @@ class BlockSolver(TritonSolver):
             return
         x, p, reading = self.kernels, self.ranked, self.reading(form)
         assert reading is not None
-        given = self._u, reading.ranks, reading.masks, p.table, p.segments, *self._grids
-        tables = (
-            x.to_grads.of(grads),
-            x.to_thetas.of(self._theta.views),
-            *given,
-            reading.states.floats,
-            reading.states.ints,
-        )
+        bands, least = None if form.damp is None else self.bands, form.damp
+        shares = (None, None) if bands is None else (bands.shares, bands.firsts)
+        given = self._u, reading.ranks, reading.masks, *shares, p.table, p.segments, *self._grids
+        to_grads, thetas = x.to_grads.of(grads), x.to_thetas.of(self._theta.views)
+        to_parameters, states = x.to_parameters.of(x.parameters), reading.states
         kinds = {"KEPT": reading.kind, **x.kinds(grads), **self._grain_of(x.to_grads, x.to_thetas)}
-        key = "along", form.learned, *plain(kinds)
-        self.replay_turn(form, key, lambda: self._over_units(spread.along, *tables, **kinds))
+
+        def launch() -> None:
+            if bands is not None and least is not None:
+                sides = {"DTYPE": x.dtype, "INLINE": self._tile["INLINE"]}
+                bands.share(to_parameters, thetas, least, self._grids[1:], sides)
+            self._over_units(spread.along, to_grads, thetas, *given, states.floats, states.ints, **kinds)
+
+        key = "along", form.learned, None if least is None else least.data_ptr(), *plain(kinds)
+        self.replay_turn(form, key, launch)
 
     def through_shift(self, name: str, form: Form, grads: Grads) -> None:
         """Through a mask that a learned number per target shifts, in place; and the sum over each target for that."""
@@ -247,28 +260,49 @@ class BlockSolver(TritonSolver):
         return lambda: self._over_units(spread.where, *tables, *self._b_there, **mine)
 
 
-class BandScales:
-    """A number for every band of units side by side: what makes up for the magnitude that its rows have lost."""
+class Bands:
+    """Rows of units side by side, and of their entries: a number for every band."""
 
     def __init__(self, problem: Problem, device: torch.device) -> None:
         rows, firsts, owners = [0], list[int](), list[int]()
         bands: list[tuple[int, int]] = []
+        of_bands: list[int] = []
         for i, (target, side) in enumerate(zip(problem.targets, _sides(problem), strict=True)):
-            matrix = target.axes.matrix(target.parameter)
+            matrix = target.axes.matrix(target.local)
             assert matrix is not None
             assert side is not None
             firsts.append(len(bands))
             bands += [(rows[-1] + first, side[0]) for first in range(0, matrix.shape[0], side[0])]
+            of_bands += [i] * (len(bands) - firsts[-1])
             owners += [i] * matrix.shape[0]
             rows.append(rows[-1] + matrix.shape[0])
+        tables = rows[:-1], bands, firsts
+        self._rows, self._bands, self.firsts = (torch.tensor(x, dtype=torch.int64).to(device) for x in tables)
+        self._owners, self._of_bands = (torch.tensor(x, dtype=torch.int32).to(device) for x in (owners, of_bands))
+        self._lengths = torch.zeros(2 * len(owners), dtype=torch.float32, device=device)
+        self.shares = torch.ones(len(bands), dtype=torch.float32, device=device)
+
+    def share(
+        self, parameters: Tensor, thetas: Tensor, least: Tensor, grids: tuple[Tensor, ...], kinds: dict[str, Any]
+    ) -> None:
+        """What of the length of each band is kept."""
+        of_units.row_lengths[(len(self._owners),)](
+            parameters, thetas, least, self._owners, self._rows, *grids, self._lengths,
+            BLOCK=LONGEST, num_warps=4, **kinds,
+        )  # fmt: skip
+        given = self._lengths, self._bands, self._of_bands, least, self.shares
+        of_units.band_shares[(len(self.shares),)](*given, ROWS=512, num_warps=4)
+
+
+class BandScales(Bands):
+    """What makes up for the magnitude that rows have lost."""
+
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        super().__init__(problem, device)
         places = list(zip(problem.segment_of, problem.first_position, strict=True))
-        tables = rows[:-1], bands, places, firsts
-        self._rows, self._bands, self._places, self.firsts = (
-            torch.tensor(x, dtype=torch.int64).to(device) for x in tables
-        )
-        self._owners = torch.tensor(owners, dtype=torch.int32).to(device)
-        self._found = torch.ones(len(owners), dtype=torch.float32, device=device)
-        self.scales = torch.ones(len(bands), dtype=torch.float32, device=device)
+        self._places = torch.tensor(places, dtype=torch.int64).to(device)
+        self._found = torch.ones(len(self._owners), dtype=torch.float32, device=device)
+        self.scales = torch.ones(len(self.shares), dtype=torch.float32, device=device)
 
     def launch(
         self, thetas: Tensor, u: Tensor, grids: tuple[Tensor, ...], states: States, kinds: dict[str, Any]

@@ -142,24 +142,15 @@ def paced(theta, moved, by):
 
 
 @triton.jit
-def within(theta, moved, reach, a):
-    """`moved`, outside A at most `reach` from θ; what is not finite is left, so that it is found."""
-    way = moved - theta
-    far = (tl.abs(way) > reach) & (tl.abs(way) < float("inf"))
-    return tl.where(far & (a == 0), theta + tl.where(way > 0.0, reach, -reach), moved)
-
-
-@triton.jit
 def where(
-    grads, thetas, ranks, masks, more_masks, numbers, scale, reaches, table, segments, factors,
+    grads, thetas, ranks, masks, more_masks, numbers, scale, table, segments, factors,
     all_floats, all_ints, more_values, more_cuts,
     KEPT: tl.constexpr, MORE: tl.constexpr, DO: tl.constexpr, POWER: tl.constexpr,
     GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """g TIMES a factor on A, on B∖A and on the rest; for DECAY that factor times ψ is added to g. Both times the slope.
 
-    For PACE what is given in the place of g are parameters: they go as far from θ as the factor says, and outside A at
-    most as far as `reaches`, of which every segment has one, or None.
+    For PACE what is given in the place of g are parameters: they go as far from θ as the factor says.
 
     A and B are EVERYTHING, what is ABOVE a threshold of |ψ| or of given ranks, or STORED, a byte an entry. `numbers`
     has the three factors of every segment. A loss scale, where there is one, multiplies what is added.
@@ -221,11 +212,58 @@ def where(
                 g += (by * value_of(x, POWER)).to(DTYPE).to(tl.float32)
             elif DO == PACE:
                 g = paced(x.to(tl.float32), g, by)
-                if reaches is not None:
-                    g = within(x.to(tl.float32), g, tl.load(reaches + segment), a)
             else:
                 g = tl.where(by == 0.0, 0.0, g * by)  # a NaN where nothing is to come is none
             write(grad, start, i, length, g, GRAD, BLOCK)
+
+
+@triton.jit
+def share_of(left, whole, least):
+    """What of a length is kept, from the sums of squares, and at least so much."""
+    return tl.minimum(tl.maximum(tl.sqrt(left / tl.maximum(whole, 1e-38)), least), 1.0)
+
+
+@triton.jit
+def damp(
+    grads, parameters, thetas, least, owners, rows, targets, factors, all_floats, all_ints,
+    POWER: tl.constexpr, GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """g outside A times ‖w‖/‖ψ‖ of its row, at least as much as `least` says of the target; parameters hold w.
+
+    A program has a row. `owners` has the target of each, `rows` the first row of each target and the length of its rows,
+    `targets` of each target its segment and its first position there.
+    """
+    row = tl.program_id(0)
+    which = tl.load(owners + row)
+    grad = tl.load(grads + which)
+    lowest = tl.load(least + which).to(tl.float32)
+    if (grad != 0) & (lowest < 1.0):
+        long = tl.load(rows + 2 * which + 1)
+        start = (row - tl.load(rows + 2 * which)) * long
+        segment = tl.load(targets + 2 * which)
+        cut = cut_within(tl.load(all_ints + segment * INTS + CUT), tl.load(targets + 2 * which + 1) + start)
+        value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
+        factor = tl.load(factors + which)
+        theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
+        weight_at = tl.load(parameters + which).to(tl.pointer_type(DTYPE)) + start
+        grad_at = grad.to(tl.pointer_type(GRAD)) + start
+        whole = tl.zeros((BLOCK,), tl.float32)
+        left = tl.zeros((BLOCK,), tl.float32)
+        for i in range(0, long, BLOCK):
+            here = i + tl.arange(0, BLOCK)
+            inside = here < long
+            psi = value_of(tl.load(theta_at + here, mask=inside, other=0.0), POWER)
+            w = tl.load(weight_at + here, mask=inside, other=0.0).to(tl.float32)
+            whole += psi * psi
+            left += w * w
+        share = share_of(tl.sum(left), tl.sum(whole), lowest)
+        for i in range(0, long, BLOCK):
+            here = i + tl.arange(0, BLOCK)
+            inside = here < long
+            psi = value_of(tl.load(theta_at + here, mask=inside, other=0.0), POWER)
+            out = inside & (kept_of(tl.abs(psi) * factor, here, value, cut) == 0)
+            g = tl.load(grad_at + here, mask=out, other=0.0).to(tl.float32)
+            tl.store(grad_at + here, (g * share).to(GRAD), mask=out)
 
 
 @triton.jit

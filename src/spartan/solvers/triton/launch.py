@@ -52,8 +52,9 @@ class Before:
 
 
 def _declared(form: Form) -> Form:
-    """Without an expression of its own, which is a new object every time, and without what acts in the step alone."""
-    return form if form.own is None and form.pace is None else form._replace(own=None, pace=None, reach=None)
+    """Without an expression of its own, which is a new object every time, what acts in the step alone, and a tensor."""
+    plain = form.own is None and form.pace is None and form.damp is None
+    return form if plain else form._replace(own=None, pace=None, damp=None)
 
 
 class Launcher:

@@ -13,7 +13,7 @@ TURNED the two are the same. `ranks` and `masks` have the address of each target
 import triton
 import triton.language as tl
 
-from spartan.solvers.triton.gradient import DECAY, PACE, paced, within
+from spartan.solvers.triton.gradient import DECAY, PACE, paced
 from spartan.solvers.triton.ptx import log_of_one_plus
 from spartan.solvers.triton.state import row_of, segment_of
 from spartan.solvers.triton.weights import ABOVE, ONE, SHRUNK, SOFT, STORED, shrunk_of
@@ -240,7 +240,7 @@ def through_mask(
 
 @triton.jit
 def where(
-    grads, thetas, ranks, masks, more_masks, by, scale, reaches, table, segments, strides, orders, factors, numbers,
+    grads, thetas, ranks, masks, more_masks, by, scale, table, segments, strides, orders, factors, numbers,
     KEPT: tl.constexpr, MORE: tl.constexpr, DO: tl.constexpr, GRAD: tl.constexpr, DTYPE: tl.constexpr,
     TURNED: tl.constexpr, M: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -283,8 +283,6 @@ def where(
                 g += (times * theta).to(DTYPE).to(tl.float32)
             elif DO == PACE:
                 g = paced(theta.to(tl.float32), g, times)
-                if reaches is not None:
-                    g = within(theta.to(tl.float32), g, tl.load(reaches + segment_of(segments, piece)), a)
             else:
                 g = tl.where(times == 0.0, 0.0, g * times)  # a NaN where nothing is to come is none
             tl.store(grad_at + at, g.to(GRAD), mask=inside)

@@ -10,7 +10,7 @@ from torch import Tensor
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags
 from spartan.solvers.forms import VJP, Along, Form, Mask, Shifted, Shrunk, Stored
-from spartan.solvers.triton import weights
+from spartan.solvers.triton import gradient, weights
 from spartan.solvers.triton.launch import Sources
 from spartan.solvers.triton.state import States
 from spartan.solvers.triton.tables import Addresses
@@ -42,7 +42,8 @@ class FormReader(KernelVectors):
 
     def redivided(self) -> None:
         """The problem has other segments now."""
-        self.__dict__.pop("row_scales", None)
+        for made in ("row_scales", "bands"):
+            self.__dict__.pop(made, None)
         super().redivided()
 
     def serves(self, form: Form) -> bool:
@@ -56,8 +57,10 @@ class FormReader(KernelVectors):
     def turns(self, form: Form) -> bool:
         """Whether kernels turn gradients as the form says."""
         reading = self.reading(form)
-        if reading is None or isinstance(form.back, Along):
-            return reading is not None and self.has_along
+        if reading is None or (form.damp is not None and not self.damps(form)):
+            return False
+        if isinstance(form.back, Along):
+            return self.has_along
         if form.back is not VJP.THROUGH:
             return True
         return (
@@ -65,6 +68,10 @@ class FormReader(KernelVectors):
             or isinstance(form.mask, Shifted)
             or (isinstance(form.mask, Stored) and form.learned is None)
         )
+
+    def damps(self, form: Form) -> bool:
+        """Whether kernels damp gradients as the form says: not those of runs of weights."""
+        return False
 
     def reading(self, form: Form) -> Reading | None:
         """Where kernels read what is kept; None where they cannot."""
@@ -99,8 +106,11 @@ class FormReader(KernelVectors):
             known = self._saved is None and self.a is topk.states.selection()
             return (shifts.data_ptr(), topk.addresses.version) if known else None
         if form.stored is not None:
-            return self.state.per_unit[form.stored].data_ptr(), self._to_masks.version
-        return () if self._mine and form.own is None else None
+            return (
+                None if form.damp is not None else (self.state.per_unit[form.stored].data_ptr(), self._to_masks.version)
+            )
+        damp = () if form.damp is None else (form.damp.data_ptr(),)
+        return damp if self._mine and form.own is None else None
 
     def _shifted(self, name: str) -> Reading | None:
         """Ranks that a learned number per target moves; after a resume they are made once more."""
@@ -152,6 +162,16 @@ class RowScales:
     def launch(self, thetas: Tensor, states: States, dtype: Any, power: float) -> None:
         """Make up for the magnitude that is not kept."""
         weights.row_scales[(len(self.scales),)](
-            thetas, self._owners, self.table, self._places, self._factors, states.floats, states.ints, self.scales,
-            POWER=power, DTYPE=dtype, BLOCK=LONGEST, num_warps=4,
-        )  # fmt: skip
+            thetas, *self._tables(states), self.scales, POWER=power, DTYPE=dtype, BLOCK=LONGEST, num_warps=4
+        )
+
+    def damp(
+        self, grads: Tensor, parameters: Tensor, thetas: Tensor, least: Tensor, states: States, **kinds: Any
+    ) -> None:
+        """Gradients outside A, times what of the length of their rows is kept."""
+        gradient.damp[(len(self.scales),)](
+            grads, parameters, thetas, least, *self._tables(states), BLOCK=LONGEST, num_warps=4, **kinds
+        )
+
+    def _tables(self, states: States) -> tuple[Tensor, ...]:
+        return self._owners, self.table, self._places, self._factors, states.floats, states.ints

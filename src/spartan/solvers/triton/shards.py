@@ -15,7 +15,7 @@ from spartan.solvers.pools import Pools
 from spartan.solvers.sharded import ShardedSolver
 from spartan.solvers.torch import TorchSolver
 from spartan.solvers.triton import ratios
-from spartan.solvers.triton.blocks import BlockSolver
+from spartan.solvers.triton.blocks import Bands, BlockSolver
 from spartan.solvers.triton.reading import Reading, RowScales
 from spartan.solvers.triton.rows import RowSolver
 from spartan.solvers.triton.sharded_topk import ShardedTopK, Shards
@@ -120,12 +120,16 @@ class ShardedSingles(InShards, TritonSolver):
     @cached_property
     def row_scales(self) -> RowScales | None:
         """The rows of all targets; None where shards cut one's."""
-        whole = all(t.local.shape[1:] == t.shape[1:] for t in self.problem.targets)
-        return super().row_scales if whole else None
+        return super().row_scales if _rows_are_whole(self) else None
 
 
 class ShardedBlocks(InShards, BlockSolver):
     """Blocks, rows and columns in shards, which cut none."""
+
+    @cached_property
+    def bands(self) -> Bands | None:
+        """The rows of units; None where shards cut a row of entries."""
+        return super().bands if _rows_are_whole(self) else None
 
     @property
     def row_scales(self) -> None:  # type: ignore[override]
@@ -138,3 +142,7 @@ class ShardedRuns(SharedVectors, RowSolver):
     @property
     def row_scales(self) -> None:
         """None: what outputs have lost, plain torch adds up."""
+
+
+def _rows_are_whole(solver: TorchSolver) -> bool:
+    return all(t.axes.plain and t.local.shape[1:] == t.shape[1:] for t in solver.problem.targets)

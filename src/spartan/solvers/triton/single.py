@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.solvers.base import FINE, Grads
-from spartan.solvers.forms import Form, Mask, Shifted, Shrunk, Stored
+from spartan.solvers.forms import Form, Mask, Shifted, Shrunk, Stored, Where
 from spartan.solvers.triton import gradient, powers, weights
 from spartan.solvers.triton.reading import Reading
 from spartan.solvers.triton.state import CUT
@@ -26,6 +26,12 @@ class TritonSolver(KernelGradients):
     def why_not(cls, problem: Problem, kernels: str) -> str:
         """Single weights."""
         return "" if problem.pattern.single else f"no kernels for {problem.pattern!r}"
+
+    def damps(self, form: Form) -> bool:
+        """Whether kernels damp gradients as the form says."""
+        straight = isinstance(form.back, Where) and form.back.everywhere
+        known = straight and form.by_magnitude and not form.everything and self.problem.pattern.single
+        return known and self.row_scales is not None
 
     def put(self, which: Sequence[int]) -> None:
         """θ into the parameters of these targets."""

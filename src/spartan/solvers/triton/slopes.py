@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from spartan.solvers.triton.gradient import RATIO
+from spartan.solvers.triton.gradient import RATIO, share_of
 from spartan.solvers.triton.spread import shifted_of
 from spartan.solvers.triton.state import BETA, CUT, FLOATS, INTS, VALUE, row_of, segment_of
 from spartan.solvers.triton.weights import kept_of, line_of, mask_of
@@ -109,6 +109,54 @@ def row_scales(
     n = across * w
     r = (tl.sum(left) / n + 1e-6) / (tl.sum(whole) / n + 1e-6)
     tl.store(scales + row, 1.01 / (r + 0.01))
+
+
+@triton.jit
+def row_lengths(
+    parameters, thetas, least, owners, firsts, shapes, columns, lengths,
+    DTYPE: tl.constexpr, INLINE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Σw² and Σθ² of every row of the matrices that `least` says something of; parameters hold w."""
+    row = tl.program_id(0)
+    which = tl.load(owners + row)
+    if tl.load(least + which) < 1.0:
+        mine = (row - tl.load(firsts + which)).to(tl.int32)
+        shape = shapes + 5 * which
+        n = tl.load(shape + 1) * tl.load(shape + 2)
+        begin = mine * tl.load(shape + 3)
+        theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + begin
+        weight_at = tl.load(parameters + which).to(tl.pointer_type(DTYPE)) + begin
+        whole = tl.zeros((BLOCK,), tl.float32)
+        left = tl.zeros((BLOCK,), tl.float32)
+        for i in range(0, n, BLOCK):
+            here = i + tl.arange(0, BLOCK)
+            inside = here < n
+            at = here
+            if not INLINE:
+                at = tl.load(columns + tl.load(shape + 4) + here, mask=inside, other=0)
+            x = tl.load(theta_at + at, mask=inside, other=0.0).to(tl.float32)
+            w = tl.load(weight_at + at, mask=inside, other=0.0).to(tl.float32)
+            whole += x * x
+            left += w * w
+        tl.store(lengths + 2 * row, tl.sum(left))
+        tl.store(lengths + 2 * row + 1, tl.sum(whole))
+
+
+@triton.jit
+def band_shares(lengths, bands, owners, least, shares, ROWS: tl.constexpr):
+    """‖w‖/‖θ‖ of every band of units, at least as much as `least` says of its target."""
+    band = tl.program_id(0)
+    lowest = tl.load(least + tl.load(owners + band)).to(tl.float32)
+    first = tl.load(bands + 2 * band)
+    h = tl.load(bands + 2 * band + 1)
+    whole = tl.zeros((ROWS,), tl.float32)
+    left = tl.zeros((ROWS,), tl.float32)
+    if lowest < 1.0:
+        for i in range(0, h, ROWS):
+            here = i + tl.arange(0, ROWS)
+            left += tl.load(lengths + 2 * (first + here), mask=here < h, other=0.0)
+            whole += tl.load(lengths + 2 * (first + here) + 1, mask=here < h, other=0.0)
+    tl.store(shares + band, share_of(tl.sum(left), tl.sum(whole), lowest))
 
 
 @triton.jit

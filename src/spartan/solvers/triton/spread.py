@@ -8,7 +8,7 @@ vector of units, since methods replace these; vectors of one's own are read from
 import triton
 import triton.language as tl
 
-from spartan.solvers.triton.gradient import DECAY, TIMES, paced, within
+from spartan.solvers.triton.gradient import DECAY, TIMES, paced
 from spartan.solvers.triton.state import CUT, FLOATS, INTS, VALUE, row_of, segment_of
 from spartan.solvers.triton.units import at_address, corner_of, sides_of, tile_of
 from spartan.solvers.triton.weights import (
@@ -113,7 +113,7 @@ def in_a(u, unit, there, masks, which, start, segment, position, all_floats, all
 
 @triton.jit
 def where(
-    grads, thetas, units, ranks, masks, more_masks, numbers, scale, reaches, table, segments, bases, shapes, columns,
+    grads, thetas, units, ranks, masks, more_masks, numbers, scale, table, segments, bases, shapes, columns,
     all_floats, all_ints, more_values, more_cuts,
     KEPT: tl.constexpr, MORE: tl.constexpr, DO: tl.constexpr,
     GRAD: tl.constexpr, DTYPE: tl.constexpr, INLINE: tl.constexpr, GRAIN: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
@@ -154,9 +154,6 @@ def where(
             if scale is not None:
                 by *= tl.load(scale).to(tl.float32)
             moved = there & (by != (0.0 if DO == DECAY else 1.0))
-            if reaches is not None:
-                reach = tl.load(reaches + segment)
-                moved = moved | (there & (a == 0))
             for j in range(0, w, W):
                 top, inside = tile_of(corner, first, moved, j, w, shape, columns, INLINE, W)
                 for r in range(0, h):
@@ -168,8 +165,6 @@ def where(
                             g += (by[:, None] * theta).to(DTYPE).to(tl.float32)
                         else:
                             g = paced(theta, g, by[:, None])
-                            if reaches is not None:
-                                g = within(theta, g, reach, a[:, None])
                     else:  # a NaN where nothing is to come is none
                         g = tl.load(grad_at + at, mask=inside & (by != 0.0)[:, None], other=0.0).to(tl.float32)
                         g = g * by[:, None]
@@ -178,11 +173,15 @@ def where(
 
 @triton.jit
 def along(
-    grads, thetas, units, ranks, masks, table, segments, bases, shapes, columns, all_floats, all_ints,
+    grads, thetas, units, ranks, masks, shares, bands, table, segments, bases, shapes, columns, all_floats, all_ints,
     KEPT: tl.constexpr,
     GRAD: tl.constexpr, DTYPE: tl.constexpr, INLINE: tl.constexpr, GRAIN: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Outside A g becomes θ·(Σ g·θ)/(Σ θ²), the sums over the unit; A is left alone."""
+    """Outside A g becomes θ·(Σ g·θ)/(Σ θ²), the sums over the unit; A is left alone.
+
+    `shares` has a factor for each band of units that are side by side, `bands` the first band of each target; None for
+    none.
+    """
     piece = tl.program_id(0)
     which, start, length, position = row_of(table, piece)
     grad = tl.load(grads + which)
@@ -212,7 +211,11 @@ def along(
                     products += tl.load(grad_at + at, mask=inside, other=0.0).to(tl.float32) * theta
                     squares += theta * theta
             square = tl.sum(squares, 1)
-            part = tl.where(square > 0.0, tl.sum(products, 1) / tl.where(square > 0.0, square, 1.0), 0.0)[:, None]
+            part = tl.where(square > 0.0, tl.sum(products, 1) / tl.where(square > 0.0, square, 1.0), 0.0)
+            if shares is not None:
+                band = tl.load(bands + which) + (start + unit) // tl.load(shape + 1)
+                part *= tl.load(shares + band, mask=there, other=0.0)
+            part = part[:, None]
             for j in range(0, w, W):
                 top, inside = tile_of(corner, first, out, j, w, shape, columns, INLINE, W)
                 for r in range(0, h):

@@ -35,7 +35,6 @@ class KernelGradients(FormReader):
         """Room for the factors that forms give, and for thresholds."""
         n = len(self.problem.segments)
         self._factors_there, self._decay_there, self.pace_there = (Numbers(n, self.device) for _ in range(3))
-        self._reach_there = Numbers(n, self.device, each=1)
         # What masks are shrunk by, and what of each piece is just below its threshold.
         self._taus = torch.zeros(n, dtype=torch.float64, device=self.device)
         self._found = torch.zeros(self.ranked.count, dtype=torch.float32, device=self.device)
@@ -45,7 +44,7 @@ class KernelGradients(FormReader):
         """Gradients for w into gradients for θ, in place."""
         assert form is not None
         straight = isinstance(form.back, Where) and form.back.everywhere and form.learned is None
-        if straight and self.power == 1.0 and form.own is None:
+        if straight and form.damp is None and self.power == 1.0 and form.own is None:
             return grads
         x, shifted = self.kernels, form.mask.name if isinstance(form.mask, Shifted) else None
         learning = NOTHING if shifted is None else self._on_shifts.given_to(self.state.learned_per_target[shifted])
@@ -67,7 +66,7 @@ class KernelGradients(FormReader):
             with x.replay.as_one():
                 self.teach(form, turned)
                 if isinstance(form.back, Where) and form.back.everywhere:
-                    self._times_slope(turned)
+                    self._damp_or_leave(form, turned)
                 else:
                     self.where(form, turned)
         return turned
@@ -140,6 +139,28 @@ class KernelGradients(FormReader):
 
         self.replay_turn(form, ("on shift", shifts.data_ptr(), *key), launch_all)
 
+    def _damp_or_leave(self, form: Form, grads: Grads) -> None:
+        """g on A; outside it as much of it as the form says, in place."""
+        if form.damp is None:
+            self._times_slope(grads)
+            return
+        x, reading, kinds, rows, least = (
+            self.kernels,
+            self.reading(form),
+            self._kinds(grads),
+            self.row_scales,
+            form.damp,
+        )
+        assert reading is not None
+        assert rows is not None
+        tables = x.to_grads.of(grads), x.to_parameters.of(x.parameters), x.to_thetas.of(self._theta.views)
+
+        def launch() -> None:
+            rows.damp(*tables, least, reading.states, **kinds)
+            self._launch_slope(tables[0], kinds)
+
+        self.replay_turn(form, ("damp", least.data_ptr(), *plain(kinds)), launch)
+
     def where(self, form: Form, grads: Grads) -> None:
         """Factors on A, on B∖A and on the rest, in place."""
         x, reading = self.kernels, self.reading(form)
@@ -159,8 +180,13 @@ class KernelGradients(FormReader):
         """Gradients for ψ into gradients for θ, in place."""
         if self.power != 1.0:
             x, kinds = self.kernels, self._kinds(grads)
-            tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), x.pieces.table
-            x.replay(("slope", *kinds.values()), lambda: x.run(powers.times_slope, *tables, **kinds))
+            to_grads = x.to_grads.of(grads)
+            x.replay(("slope", *kinds.values()), lambda: self._launch_slope(to_grads, kinds))
+
+    def _launch_slope(self, to_grads: Tensor, kinds: dict[str, Any]) -> None:
+        if self.power != 1.0:
+            x = self.kernels
+            x.run(powers.times_slope, to_grads, x.to_thetas.of(self._theta.views), x.pieces.table, **kinds)
 
     def add_decay(self, form: Form, grads: Grads, scale: Tensor | None = None) -> None:
         """Add to gradients for θ what the form adds whatever the loss."""
@@ -192,14 +218,12 @@ class KernelGradients(FormReader):
             more = weights.ABOVE
             self.place_b()
         firsts = self.constant([segment.targets[0] for segment in self.problem.segments])
-        numbers, reach = there.of_each((by.a, by.b, by.c), firsts), None
-        if do is gradient.PACE and form.reach is not None:
-            reach = self._reach_there.of_each((form.reach,), firsts)
+        numbers = there.of_each((by.a, by.b, by.c), firsts)
         kinds = {"KEPT": reading.kind, "MORE": more, "DO": do, **self._kinds(grads)}
         to = self.kernels.to_parameters if do is gradient.PACE else self.kernels.to_grads
-        launch = self.launch_where(to, grads, reading, (more_masks, numbers, scale, reach), kinds)
+        launch = self.launch_where(to, grads, reading, (more_masks, numbers, scale), kinds)
         same = more is weights.EVERYTHING and self.problem.pattern.rows is None
-        return ("where", form.learned, reach is None, *plain(kinds)), launch, same
+        return ("where", form.learned, *plain(kinds)), launch, same
 
     def place_b(self) -> None:
         """Put the thresholds of B where kernels read them."""
@@ -211,7 +235,7 @@ class KernelGradients(FormReader):
     def launch_where(
         self, to: Addresses, grads: Grads, reading: Reading, rest: tuple[Tensor | None, ...], kinds: dict[str, Any]
     ) -> Callable[[], None]:
-        """What launches `where`; `rest` is where B is stored, the factors, the scale of what decays, and the reach."""
+        """What launches `where`; `rest` is where B is stored, the factors, and the scale of what decays."""
         x, p, states = self.kernels, self.ranked, reading.states
         sources = x.to_thetas.of(self._theta.views), reading.ranks, reading.masks, *rest
         tables = to.of(grads), *sources, p.table, p.segments, p.factors, states.floats, states.ints
