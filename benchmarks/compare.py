@@ -5,7 +5,8 @@
     python benchmarks/compare.py --missing  # lists the runs that the tables lack, as lines for explore.py
 
 A run counts if it is of a recipe with nothing set but the method, the sparsity and, in blocks, the pattern. Where the same
-run was made again, after a rule had changed, the last row of its file counts. Files are read in the order below.
+run was made again, after a rule had changed, the last row of its file counts. Files are read in the order below. Rows of
+commits at which a method's rule was another (`BEFORE`) are shown with a mark, and listed as missing.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ CELLS = [*CIFAR, GPT, VIT]
 # Three seeds of these, one of every other method.
 THRICE = ("dense", "paced", "spartan", "topkast", "feather", "imp", "st3", "acdc", "optg", "rigl", "probmask")
 NOT_FROM_SCRATCH = ("fixed", "gradual")  # they begin with a trained model
+# Commits of runs whose rule has changed since.
+BEFORE = {"paced": ("bb3a46a", "c14dda9", "3beaea3")}
 README = ("dense", "paced", "feather", "topkast", "spartan", "imp")
 Scores = dict[tuple[str, float, str], dict[str, dict[int, tuple[float, str]]]]
 
@@ -91,6 +94,12 @@ def of(scores: Scores, cell: Cell, method: str) -> list[float]:
     key = (cell.recipe, 0.0, "") if method == "dense" else (cell.recipe, cell.sparsity, cell.setting)
     each = scores[key].get(method, {}) if key in scores else {}
     return [each[seed][0] for seed in sorted(each)]
+
+
+def named(scores: Scores, cells: Sequence[Cell], method: str) -> str:
+    """Its name, with a mark where a result is of a rule that has changed since."""
+    runs = (run for c in cells for run in scores[c.recipe, c.sparsity, c.setting].get(method, {}).values())
+    return f"`{method}`" + (" ¹" if any(commit in BEFORE.get(method, ()) for _, commit in runs) else "")
 
 
 def mean(cell: Cell, results: Sequence[float], spread: bool = True) -> str:
@@ -146,7 +155,9 @@ def table(scores: Scores, cells: Sequence[Cell], timed: bool = False) -> list[st
             if method == "dense" and len(cells) > 1:  # one result for all sparsities: shown once
                 fields += [""] * 2 * (len(cells) - 1)
                 break
-        lines.append(f"| `{method}` | {' | '.join([*fields, *(clock.get(method, ('', '')) if timed else ())])} |")
+        lines.append(
+            f"| {named(scores, cells, method)} | {' | '.join([*fields, *(clock.get(method, ('', '')) if timed else ())])} |"
+        )
     return lines
 
 
@@ -158,7 +169,7 @@ def front(scores: Scores) -> list[str]:
         for cell in CELLS:
             results = of(scores, cell, method)
             fields.append(mean(cell, results, spread=False) + (f" ({len(results)})" if 0 < len(results) < 3 else ""))
-        lines.append(f"| `{method}` | {' | '.join(fields)} |")
+        lines.append(f"| {named(scores, CELLS, method)} | {' | '.join(fields)} |")
     return lines
 
 
@@ -192,7 +203,8 @@ def missing(scores: Scores) -> list[str]:
             if method in NOT_FROM_SCRATCH or (dense and cell in CIFAR[1:]):
                 continue
             key = (cell.recipe, 0.0, "") if dense else (cell.recipe, cell.sparsity, cell.setting)
-            there = scores[key].get(method, {}) if key in scores else {}
+            runs = scores[key].get(method, {}) if key in scores else {}
+            there = [seed for seed, (_, commit) in runs.items() if commit not in BEFORE.get(method, ())]
             what = [cell.recipe, f"method={method}", *([] if dense else [f"sparsity={cell.sparsity:g}", cell.setting])]
             seeds = range(3 if method in THRICE else 1)
             lines += [" ".join([*filter(None, what), f"seed={seed}"]) for seed in seeds if seed not in there]

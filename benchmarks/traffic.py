@@ -29,7 +29,7 @@ TRAFFIC = {
     "topkast": Traffic(0.0),
     "imp": Traffic(12.0),
     "feather": Traffic(12.0),
-    "paced": Traffic(4.0),  # θ is read once more where it is taken
+    "paced": Traffic(16.0 + 4.0),  # w θ g → g where batch norm follows; θ is read once more where it is taken
     "st3": Traffic(0.0, choose=4.0),  # what is kept of every row
     "srste": Traffic(12.0),
     "acdc": Traffic(9.0, write=9.0, search=""),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spartan.solvers.forms import Along, Form, Mask, PerSegment, Shrunk, Stored, Where
+from spartan.solvers.forms import LEAST, Along, Form, Mask, PerSegment, Shrunk, Stored, Where
 from spartan.solvers.torch import TorchSolver
 from spartan.solvers.units import masked
 from tests.contract.algorithm_3 import exact
@@ -93,7 +93,7 @@ def sizes(solver: TorchSolver, i: int, theta: Tensor) -> Tensor:
 
 
 def damping(solver: TorchSolver, form: Form, psi: Sequence[Tensor]) -> list[Tensor]:
-    """1 on A; elsewhere ‖w‖/‖ψ‖ over the outputs that a unit has a part in, at least as much as the form says."""
+    """1 on A; elsewhere so much of ‖w‖/‖ψ‖ as the form says, over the outputs that a unit has a part in."""
     assert form.damp is not None
     problem, found = solver.problem, []
     each = zip(problem.targets, psi, hard_values(solver, form, psi), entries_of(solver, solver.kept(form)), strict=True)
@@ -102,7 +102,10 @@ def damping(solver: TorchSolver, form: Form, psi: Sequence[Tensor]) -> list[Tens
         for y in (w, x):
             of_outputs = target.axes.at_rows(target.axes.rows(y.detach()).norm(dim=1), y.detach())
             lengths.append(problem.expand(i, problem.reduce(i, of_outputs.square())).sqrt())
-        share = torch.where(lengths[1] > 0, lengths[0] / lengths[1], 0.0).clamp(float(form.damp[i]), 1.0)
+        by = float(form.damp[i])
+        share = (
+            (by * torch.where(lengths[1] > 0, lengths[0] / lengths[1], 0.0)).clamp(LEAST, 1.0) if by else torch.ones(())
+        )
         found.append(torch.where(keep, 1.0, share))
     return found
 

@@ -1,6 +1,7 @@
 """Paced: what is pruned goes on learning, as fast as a set share of what is kept is exchanged."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,6 @@ from spartan.solvers.torch import TorchSolver
 WINDOW = 5  # looks, of which there are a hundred in a run, over which an exchange is counted
 SLOWEST, FASTEST = 0.02, 4.0
 NORMED = 0.01  # of Σ ⟨g, w⟩² over Σ (g·w)²: far above where batch norm follows (under 1e-3), far below where not (0.05)
-LEAST = 0.001  # of gradients where nothing of an output is kept: batch norm's ε makes them some 300 times as large
 
 
 @register
@@ -26,7 +26,8 @@ class Paced(Method):
     """Paced: top-k of magnitudes, whose pruned weights learn as fast as a set share of the kept ones is exchanged.
 
         A = top_k |θ|                                  w = θ · max(1 − (τ/u)ᵖ, 0)^(1/p) on A, as in Feather
-        g ← g·‖w‖/‖θ‖ outside A                        of the unit's outputs; in layers that batch norm follows
+        g ← g·min(1, s) outside A                      s: ‖w‖/‖θ‖ of the unit's outputs over that of the layer;
+                                                       in layers that batch norm follows
         θ ← θ + Δ on A,  θ + f·Δ elsewhere             Δ: the optimizer's update, by the gradient for w straight through
         f ← f · (e/ê)^(1/5)                            a hundred times in a run
         θ ← (1 − l) · θ where pruned                   likewise
@@ -39,9 +40,9 @@ class Paced(Method):
 
     Batch norm divides what an output gives by its size, and multiplies its gradients by as much: a few hundred times where
     an output has gone to zero, whose weights would then take the places of all others. So there gradients of pruned weights
-    are about what they would be if all of θ were kept. Which layers these are shows in the gradients: the loss does not
-    depend on the size of their outputs, so that ⟨g, w⟩ = 0 for each. Of units of several weights, pruned ones get the part
-    of their gradient along θ: any other makes them larger by chance.
+    are about as large as those of outputs of which as much is kept as is usual in their layer. Which layers these are shows
+    in the gradients: the loss does not depend on the size of their outputs, so that ⟨g, w⟩ = 0 for each. Of units of several
+    weights, pruned ones get the part of their gradient along θ: any other makes them larger by chance.
 
     Args:
         exchange: what share of the kept weights is exchanged in a twentieth of the run, times the sparsity.
@@ -65,9 +66,7 @@ class Paced(Method):
     name = "paced"
     year = 2026
     mask_rule = "top-k of |θ|, every step, shrunk most near the threshold"
-    gradient_rule = (
-        "g, straight through, before batch norm ‖w‖/‖θ‖ of it where pruned, of blocks along θ; updates times f"
-    )
+    gradient_rule = "g, straight through; where pruned damped before batch norm, of blocks along θ, and updates times f"
     reference = "none: docs/paced.md"
     refuses_nm = ""
     apart = True
@@ -92,7 +91,7 @@ class Paced(Method):
         """Every weight is kept, and learns as the optimizer says."""
         state, ones = solver.state, torch.ones(len(solver.problem.targets), dtype=torch.float64)
         state.per_unit["history"] = torch.full((solver.count,), 255, dtype=torch.uint8, device=solver.device)
-        begin = {"pace": ones, "damp": ones, "sums": torch.zeros_like(ones), "terms": torch.zeros_like(ones)}
+        begin = {"pace": ones, **{name: torch.zeros_like(ones) for name in ("damp", "sums", "terms")}}
         state.per_target |= {name: x.to(solver.device) for name, x in begin.items()}
         state.numbers |= {"looks": 0, "looked": -1}
 
@@ -139,18 +138,18 @@ class Paced(Method):
 
     def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:
         """Find the layers that batch norm follows: there ⟨g, w⟩ of an output is nothing beside its terms g·w."""
+        if all(g is None for g in grads):  # of another optimizer's step
+            return
         problem, state = solver.problem, solver.state.per_target
         weights = [target.local.to(solver.dtype) for target in problem.targets]
-        products = [
-            torch.zeros_like(w) if g is None else g.to(w.dtype) * w for g, w in zip(grads, weights, strict=True)
-        ]
-        sums = [of_outputs[0].square().sum(dtype=torch.float64) for of_outputs in sums_of_outputs(problem, products)]
-        terms = [x.square().sum(dtype=torch.float64) for x in products]
-        found = problem.ranks.counted(torch.stack([torch.stack(sums), torch.stack(terms)]))
+        products = [w * 0.0 if g is None else w * g.to(w.dtype) for g, w in zip(grads, weights, strict=True)]
+        sums = [of_outputs[0] for of_outputs in sums_of_outputs(problem, products)]
+        found = torch.stack([squares(x) for x in (sums, products, weights, solver.per_target(solver.values()))])
         found = torch.where(found.isfinite().all(0), found, 0.0)  # a loss scaler may have asked for too much
-        found = found if problem.ranks.alone else problem.ranks.sum(found)
+        found = found if problem.ranks.alone else problem.ranks.sum(problem.ranks.counted(found))
         state["sums"], state["terms"] = state["sums"] + found[0], state["terms"] + found[1]
-        state["damp"] = torch.where(state["sums"] < NORMED * state["terms"], LEAST, 1.0).double()
+        usual = torch.where(found[2] > 0, found[3] / found[2], 1.0).sqrt()
+        state["damp"] = torch.where(state["sums"] < NORMED * state["terms"], usual, 0.0)
 
     def form(self, solver: TorchSolver, at: Moment) -> Form:
         """The hard or shrunk mask; g, or for units its part along θ where pruned; damped and paced where pruned."""
@@ -164,3 +163,8 @@ class Paced(Method):
             pace=Where(1.0, pace, pace),
             damp=None if problem.pattern.rows is not None else state.per_target["damp"],
         )
+
+
+def squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Σ x² of each, in float64."""
+    return torch.stack([x.square().sum(dtype=torch.float64) for x in tensors])

@@ -54,6 +54,7 @@ def _differ(x: PerSegment, y: PerSegment) -> bool:
 
 KEPT = Where(1.0, 0.0, 0.0)  # g where kept, else 0
 STRAIGHT = Where(1.0, 1.0, 1.0)  # g, straight through the mask
+LEAST = 0.001  # of a damped gradient: batch norm's ε lets them be some 300 times as large
 # Under which names torch's optimizers, and most others, keep a running sum of gradients.
 MOMENTA = ("momentum_buffer", "exp_avg")
 
@@ -120,10 +121,10 @@ class Form(NamedTuple):
         own: an autograd expression, from one tensor per target to as many, where the above does not fit. It may use
             learned parameters. Then `mask` and `back` say nothing, unless the mask is `Shifted`.
         pace: see above; None is all the way, everywhere.
-        damp: outside A gradients are multiplied by ‖w‖/‖θ‖, over the outputs that a unit has a part in, and by at least
-            so much, a number for every target: 1 for not at all. None for none. Batch norm divides an output by its
-            size and multiplies its gradients by as much, some hundred times where next to nothing of it is kept; so
-            damped, they are about what they would be if all of θ were.
+        damp: outside A gradients are multiplied by ‖w‖/‖θ‖, over the outputs that a unit has a part in, times a number of
+            the target, and by 1 at most and LEAST at least; 0 is for not at all, None for none. Batch norm divides an
+            output by its size and multiplies its gradients by as much, some hundred times where next to nothing of it
+            is kept; so damped they are about as large as those of others.
     """
 
     mask: Mask | Shrunk | Shifted | Stored = Mask.ONE

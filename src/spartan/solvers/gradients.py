@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from spartan.solvers.base import Grads, there
-from spartan.solvers.forms import KEPT, Along, Form, Mask, PerSegment, Shifted, Where
+from spartan.solvers.forms import KEPT, LEAST, Along, Form, Mask, PerSegment, Shifted, Where
 from spartan.solvers.masks import sums_of_outputs
 from spartan.solvers.sampling import Sampling
 from spartan.solvers.units import masked, times
@@ -113,15 +113,15 @@ class Gradients(Sampling):
             [None if g is None else torch.where(k, g, (part * v).to(g.dtype)) for g, v, k, part in each], grads
         )
 
-    def _damped(self, form: Form, least: Tensor, grads: Grads) -> list[Tensor | None]:
-        """g where kept; elsewhere times ‖w‖/‖θ‖, over the outputs that the unit has a part in."""
+    def _damped(self, form: Form, by: Tensor, grads: Grads) -> list[Tensor | None]:
+        """g where kept; elsewhere times so much of ‖w‖/‖θ‖, over the outputs that the unit has a part in."""
         problem, values, weights = self.problem, self.per_target(self.values()), self.weights(form)
         squares = [[x.to(self.dtype).square() for x in some] for some in (weights, values)]
         shares = []
         for i, (target, sums) in enumerate(zip(problem.targets, sums_of_outputs(problem, *squares), strict=True)):
             left, whole = (problem.reduce(i, target.axes.at_rows(x, values[i])) for x in sums)
-            share = (left / whole.clamp(min=torch.finfo(self.dtype).tiny)).sqrt()
-            shares.append(torch.maximum(share, least[i].to(self.dtype)).clamp(max=1.0))
+            share = (left / whole.clamp(min=torch.finfo(self.dtype).tiny)).sqrt() * by[i].to(self.dtype)
+            shares.append(torch.where(by[i] == 0, 1.0, share.clamp(LEAST, 1.0)))
         factors = self.spread(torch.where(self.kept(form), 1.0, torch.cat(shares)))
         pairs = zip(self.slabs(grads), factors, strict=True)
         return self._as_given([None if g is None else g * x.to(g.dtype) for g, x in pairs], grads)

@@ -126,7 +126,7 @@ def check_powers() -> None:
         compile_it(weights.project, taus, **shifted, **one)
         compile_it(weights.largest_below, {**owners, "found": "*fp32"}, ranks=None, CUT=CUT, **one)
         compile_it(weights.row_scales, {"scales": "*fp32"}, **one)
-        compile_it(gradient.damp, {"owners": "*i32", "least": "*fp64"}, **both)
+        compile_it(gradient.damp, {"owners": "*i32", "by": "*fp64"}, **both)
         compile_it(gradient.pull, owners, ranks=None, **both)
         compile_it(gradient.through_mask, owners, **both)
         compile_it(gradient.through_learned, owners, ADD=True, **both)
@@ -246,9 +246,9 @@ def compile_units() -> None:
     compile_it(slopes.of_shifted, {**types, "masks": "*fp32"}, BLOCK=2048)
     for inline in (False, True):
         compile_it(slopes.row_scales, types, DTYPE=tl.float32, INLINE=inline, BLOCK=1024)
-        lengths = {**types, "least": "*fp64", "lengths": "*fp32"}
+        lengths = {**types, "by": "*fp64", "lengths": "*fp32"}
         compile_it(slopes.row_lengths, lengths, DTYPE=tl.bfloat16, INLINE=inline, BLOCK=1024)
-    shares = {"lengths": "*fp32", "least": "*fp64", "shares": "*fp32"}
+    shares = {"lengths": "*fp32", "by": "*fp64", "shares": "*fp32"}
     compile_it(slopes.band_shares, shares, ROWS=512)
     compile_it(slopes.band_scales, {"scales": "*fp32", "found": "*fp32"}, ROWS=512)
 
@@ -343,7 +343,7 @@ if __name__ == "__main__":
     compile_it(weights.below, {"found": "*fp32", "taus": "*fp64"}, ROWS=512, CUT=WHOLE_CUT)
     compile_it(weights.row_scales, {"scales": "*fp32"}, DTYPE=tl.float32, BLOCK=1024)
     for dtype in (tl.float32, tl.bfloat16):
-        compile_it(gradient.damp, {"least": "*fp64"}, GRAD=dtype, DTYPE=dtype, BLOCK=1024)
+        compile_it(gradient.damp, {"by": "*fp64"}, GRAD=dtype, DTYPE=dtype, BLOCK=1024)
     doubles: dict[str, Any] = {**owners, "found": "*fp64", "known": "*fp64", "budgets": "*fp64", "out": "*i64"}
     compile_it(drawing.uniform, {"out": "*fp32", "one": "i32", "two": "i32"}, BLOCK=2048)
     compile_it(drawing.shift_ranks, {"shifts": "*fp32", "out": "*fp32"}, DTYPE=tl.bfloat16, POWER=1.0, BLOCK=2048)

@@ -34,7 +34,7 @@ SHAPES: dict[Pattern, list[tuple[tuple[int, ...], tuple[int, ...] | None]]] = {
     NM(3, 7): [((2, 7, 2, 3), (3, 1, 0, 2)), ((4, 7, 2), None), ((3, 14), None)],
 }
 EACH = (0.5, 0.125)  # of both segments
-DAMP = torch.tensor([0.25, 1.0, 0.001], dtype=torch.float64, device=DEVICE)  # of each target
+DAMP = torch.tensor([1.25, 0.0, 0.5], dtype=torch.float64, device=DEVICE)  # of each target
 FORMS = {
     "one": Form(Mask.ONE, KEPT),
     "straight": Form(Mask.ONE, STRAIGHT, Where(0.0, 0.5, 0.5), pace=Where(1.0, 2.0, 2.0)),

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ASKED: dict[str, Any] = {"prices": [1.0, 0.25, 3.0, 0.5], "owners": [0, 0, 1, 1], "value_power": 0.5}
-DAMP = torch.tensor([0.25, 1.0, 0.0, 0.001], dtype=torch.float64, device=DEVICE)  # of each target
+DAMP = torch.tensor([0.25, 1.0, 0.0, 1.75], dtype=torch.float64, device=DEVICE)  # of each target
 FORMS = {
     "spartan": Form(Mask.SOFT, VJP.THROUGH),
     "spartan-soft": Form(Mask.SOFT, VJP.THROUGH, project=False),

@@ -10,7 +10,7 @@ from spartan.solvers.base import Grads
 from spartan.solvers.chunks.masks import ChunkMasks, thresholds
 from spartan.solvers.chunks.pieces import Piece, ones_where_kept, only_kept, slope_of, times_slope, value_of
 from spartan.solvers.chunks.search import largest_below
-from spartan.solvers.forms import KEPT, VJP, Along, Form, Mask, PerSegment, Shifted, Stored, Where
+from spartan.solvers.forms import KEPT, LEAST, VJP, Along, Form, Mask, PerSegment, Shifted, Stored, Where
 
 # What is kept of a piece: x there and +0.0 elsewhere, into a third tensor.
 Projection = Callable[[Piece, Tensor, Tensor], Tensor]
@@ -83,19 +83,19 @@ class ChunkGradients(ChunkMasks):
             for piece, g in self.beside(grads):
                 g.mul_(factors(piece))
 
-    def _damp(self, form: Form, least: Sequence[float], grads: Grads) -> None:
-        """g outside A times ‖w‖/‖θ‖ of its output; the model holds w."""
+    def _damp(self, form: Form, by: Sequence[float], grads: Grads) -> None:
+        """g outside A times so much of ‖w‖/‖θ‖ of its output; the model holds w."""
         keep, weights = self.projection(form), self._flat([t.local for t in self.problem.targets])
         for piece, g in self.beside(grads):
             w = weights[piece.i]
-            if least[piece.i] >= 1.0 or w is None:
+            if not by[piece.i] or w is None:
                 continue
             left, whole = (
                 torch.mul(x, x, out=piece.room[0]).view(-1, piece.row).sum(1)
                 for x in (w[piece.here], value_of(piece, self.power))
             )
             tiny = torch.finfo(self.dtype).tiny
-            share = left.div_(whole.clamp_(min=tiny)).sqrt_().clamp_(least[piece.i], 1.0)
+            share = left.div_(whole.clamp_(min=tiny)).sqrt_().mul_(by[piece.i]).clamp_(LEAST, 1.0)
             keep(piece, g, piece.room[1])
             g.sub_(piece.room[1]).view(-1, piece.row).mul_(share[:, None])
             g.add_(piece.room[1])

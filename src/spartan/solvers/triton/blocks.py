@@ -91,10 +91,6 @@ class BlockSolver(TritonSolver):
         """Where kernels read what is kept; None where they cannot, and for powers of weights."""
         return None if self.power != 1.0 else super().reading(form)
 
-    def damps(self, form: Form) -> bool:
-        """Whether kernels damp gradients as the form says."""
-        return isinstance(form.back, Along) and self.bands is not None
-
     @cached_property
     def bands(self) -> "Bands | None":
         """The rows of units, with what of their length is kept."""
@@ -213,7 +209,7 @@ class BlockSolver(TritonSolver):
             return
         x, p, reading = self.kernels, self.ranked, self.reading(form)
         assert reading is not None
-        bands, least = None if form.damp is None else self.bands, form.damp
+        bands, by = None if form.damp is None else self.bands, form.damp
         shares = (None, None) if bands is None else (bands.shares, bands.firsts)
         given = self._u, reading.ranks, reading.masks, *shares, p.table, p.segments, *self._grids
         to_grads, thetas = x.to_grads.of(grads), x.to_thetas.of(self._theta.views)
@@ -221,12 +217,12 @@ class BlockSolver(TritonSolver):
         kinds = {"KEPT": reading.kind, **x.kinds(grads), **self._grain_of(x.to_grads, x.to_thetas)}
 
         def launch() -> None:
-            if bands is not None and least is not None:
+            if bands is not None and by is not None:
                 sides = {"DTYPE": x.dtype, "INLINE": self._tile["INLINE"]}
-                bands.share(to_parameters, thetas, least, self._grids[1:], sides)
+                bands.share(to_parameters, thetas, by, self._grids[1:], sides)
             self._over_units(spread.along, to_grads, thetas, *given, states.floats, states.ints, **kinds)
 
-        key = "along", form.learned, None if least is None else least.data_ptr(), *plain(kinds)
+        key = "along", form.learned, None if by is None else by.data_ptr(), *plain(kinds)
         self.replay_turn(form, key, launch)
 
     def through_shift(self, name: str, form: Form, grads: Grads) -> None:
@@ -283,14 +279,14 @@ class Bands:
         self.shares = torch.ones(len(bands), dtype=torch.float32, device=device)
 
     def share(
-        self, parameters: Tensor, thetas: Tensor, least: Tensor, grids: tuple[Tensor, ...], kinds: dict[str, Any]
+        self, parameters: Tensor, thetas: Tensor, by: Tensor, grids: tuple[Tensor, ...], kinds: dict[str, Any]
     ) -> None:
         """What of the length of each band is kept."""
         of_units.row_lengths[(len(self._owners),)](
-            parameters, thetas, least, self._owners, self._rows, *grids, self._lengths,
+            parameters, thetas, by, self._owners, self._rows, *grids, self._lengths,
             BLOCK=LONGEST, num_warps=4, **kinds,
         )  # fmt: skip
-        given = self._lengths, self._bands, self._of_bands, least, self.shares
+        given = self._lengths, self._bands, self._of_bands, by, self.shares
         of_units.band_shares[(len(self.shares),)](*given, ROWS=512, num_warps=4)
 
 

@@ -8,6 +8,7 @@ An address of 0 stands for a gradient that is not there.
 import triton
 import triton.language as tl
 
+from spartan.solvers import forms
 from spartan.solvers.triton.moves import read, write
 from spartan.solvers.triton.powers import slope_of, value_of
 from spartan.solvers.triton.state import (
@@ -21,6 +22,7 @@ from spartan.solvers.triton.state import (
 )
 from spartan.solvers.triton.weights import ABOVE, STORED, cut_within, kept_of, line_of, mask_of
 
+LEAST = tl.constexpr(forms.LEAST)
 # What `where` does with its factors.
 TIMES = tl.constexpr(0)
 DECAY = tl.constexpr(1)
@@ -218,17 +220,18 @@ def where(
 
 
 @triton.jit
-def share_of(left, whole, least):
-    """What of a length is kept, from the sums of squares, and at least so much."""
-    return tl.minimum(tl.maximum(tl.sqrt(left / tl.maximum(whole, 1e-38)), least), 1.0)
+def share_of(left, whole, by):
+    """What of a length is kept, from the sums of squares, times a number; 1 where that is 0."""
+    share = tl.minimum(tl.maximum(by * tl.sqrt(left / tl.maximum(whole, 1e-38)), LEAST), 1.0)
+    return tl.where(by == 0.0, 1.0, share)
 
 
 @triton.jit
 def damp(
-    grads, parameters, thetas, least, owners, rows, targets, factors, all_floats, all_ints,
+    grads, parameters, thetas, by, owners, rows, targets, factors, all_floats, all_ints,
     POWER: tl.constexpr, GRAD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """g outside A times ‖w‖/‖ψ‖ of its row, at least as much as `least` says of the target; parameters hold w.
+    """g outside A times so much of ‖w‖/‖ψ‖ of its row as `by` says of the target, 0 for none; parameters hold w.
 
     A program has a row. `owners` has the target of each, `rows` the first row of each target and the length of its rows,
     `targets` of each target its segment and its first position there.
@@ -236,8 +239,8 @@ def damp(
     row = tl.program_id(0)
     which = tl.load(owners + row)
     grad = tl.load(grads + which)
-    lowest = tl.load(least + which).to(tl.float32)
-    if (grad != 0) & (lowest < 1.0):
+    times = tl.load(by + which).to(tl.float32)
+    if (grad != 0) & (times != 0.0):
         long = tl.load(rows + 2 * which + 1)
         start = (row - tl.load(rows + 2 * which)) * long
         segment = tl.load(targets + 2 * which)
@@ -256,7 +259,7 @@ def damp(
             w = tl.load(weight_at + here, mask=inside, other=0.0).to(tl.float32)
             whole += psi * psi
             left += w * w
-        share = share_of(tl.sum(left), tl.sum(whole), lowest)
+        share = share_of(tl.sum(left), tl.sum(whole), times)
         for i in range(0, long, BLOCK):
             here = i + tl.arange(0, BLOCK)
             inside = here < long

@@ -165,12 +165,10 @@ class RowScales:
             thetas, *self._tables(states), self.scales, POWER=power, DTYPE=dtype, BLOCK=LONGEST, num_warps=4
         )
 
-    def damp(
-        self, grads: Tensor, parameters: Tensor, thetas: Tensor, least: Tensor, states: States, **kinds: Any
-    ) -> None:
+    def damp(self, grads: Tensor, parameters: Tensor, thetas: Tensor, by: Tensor, states: States, **kinds: Any) -> None:
         """Gradients outside A, times what of the length of their rows is kept."""
         gradient.damp[(len(self.scales),)](
-            grads, parameters, thetas, least, *self._tables(states), BLOCK=LONGEST, num_warps=4, **kinds
+            grads, parameters, thetas, by, *self._tables(states), BLOCK=LONGEST, num_warps=4, **kinds
         )
 
     def _tables(self, states: States) -> tuple[Tensor, ...]:

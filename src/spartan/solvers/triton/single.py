@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.solvers.base import FINE, Grads
-from spartan.solvers.forms import Form, Mask, Shifted, Shrunk, Stored, Where
+from spartan.solvers.forms import Along, Form, Mask, Shifted, Shrunk, Stored, Where
 from spartan.solvers.triton import gradient, powers, weights
 from spartan.solvers.triton.reading import Reading
 from spartan.solvers.triton.state import CUT
@@ -20,6 +20,7 @@ class TritonSolver(KernelGradients):
     """Launches the kernels of single weights. What they cannot do, plain torch does."""
 
     name = "triton"
+    bands: Any = None  # the rows of units, where units have several weights
     cut_in = CUT  # where states say whether any unit equal to the threshold is kept
 
     @classmethod
@@ -29,6 +30,8 @@ class TritonSolver(KernelGradients):
 
     def damps(self, form: Form) -> bool:
         """Whether kernels damp gradients as the form says."""
+        if isinstance(form.back, Along):
+            return self.bands is not None
         straight = isinstance(form.back, Where) and form.back.everywhere
         known = straight and form.by_magnitude and not form.everything and self.problem.pattern.single
         return known and self.row_scales is not None

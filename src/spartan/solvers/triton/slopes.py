@@ -113,13 +113,13 @@ def row_scales(
 
 @triton.jit
 def row_lengths(
-    parameters, thetas, least, owners, firsts, shapes, columns, lengths,
+    parameters, thetas, by, owners, firsts, shapes, columns, lengths,
     DTYPE: tl.constexpr, INLINE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Σw² and Σθ² of every row of the matrices that `least` says something of; parameters hold w."""
+    """Σw² and Σθ² of every row of the matrices for which `by` is not 0; parameters hold w."""
     row = tl.program_id(0)
     which = tl.load(owners + row)
-    if tl.load(least + which) < 1.0:
+    if tl.load(by + which) != 0.0:
         mine = (row - tl.load(firsts + which)).to(tl.int32)
         shape = shapes + 5 * which
         n = tl.load(shape + 1) * tl.load(shape + 2)
@@ -143,20 +143,20 @@ def row_lengths(
 
 
 @triton.jit
-def band_shares(lengths, bands, owners, least, shares, ROWS: tl.constexpr):
-    """‖w‖/‖θ‖ of every band of units, at least as much as `least` says of its target."""
+def band_shares(lengths, bands, owners, by, shares, ROWS: tl.constexpr):
+    """So much of ‖w‖/‖θ‖ of every band of units as `by` says of its target, 0 for all."""
     band = tl.program_id(0)
-    lowest = tl.load(least + tl.load(owners + band)).to(tl.float32)
+    times = tl.load(by + tl.load(owners + band)).to(tl.float32)
     first = tl.load(bands + 2 * band)
     h = tl.load(bands + 2 * band + 1)
     whole = tl.zeros((ROWS,), tl.float32)
     left = tl.zeros((ROWS,), tl.float32)
-    if lowest < 1.0:
+    if times != 0.0:
         for i in range(0, h, ROWS):
             here = i + tl.arange(0, ROWS)
             left += tl.load(lengths + 2 * (first + here), mask=here < h, other=0.0)
             whole += tl.load(lengths + 2 * (first + here) + 1, mask=here < h, other=0.0)
-    tl.store(shares + band, share_of(tl.sum(left), tl.sum(whole), lowest))
+    tl.store(shares + band, share_of(tl.sum(left), tl.sum(whole), times))
 
 
 @triton.jit

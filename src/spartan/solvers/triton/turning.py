@@ -144,7 +144,7 @@ class KernelGradients(FormReader):
         if form.damp is None:
             self._times_slope(grads)
             return
-        x, reading, kinds, rows, least = (
+        x, reading, kinds, rows, by = (
             self.kernels,
             self.reading(form),
             self._kinds(grads),
@@ -156,10 +156,10 @@ class KernelGradients(FormReader):
         tables = x.to_grads.of(grads), x.to_parameters.of(x.parameters), x.to_thetas.of(self._theta.views)
 
         def launch() -> None:
-            rows.damp(*tables, least, reading.states, **kinds)
+            rows.damp(*tables, by, reading.states, **kinds)
             self._launch_slope(tables[0], kinds)
 
-        self.replay_turn(form, ("damp", least.data_ptr(), *plain(kinds)), launch)
+        self.replay_turn(form, ("damp", by.data_ptr(), *plain(kinds)), launch)
 
     def where(self, form: Form, grads: Grads) -> None:
         """Factors on A, on B∖A and on the rest, in place."""
