@@ -209,7 +209,7 @@ class BlockSolver(TritonSolver):
             return
         x, p, reading = self.kernels, self.ranked, self.reading(form)
         assert reading is not None
-        bands, by = None if form.damp is None else self.bands, form.damp
+        bands, by = None if form.damp is None else self.bands, self.damp_of(form)
         shares = (None, None) if bands is None else (bands.shares, bands.firsts)
         given = self._u, reading.ranks, reading.masks, *shares, p.table, p.segments, *self._grids
         to_grads, thetas = x.to_grads.of(grads), x.to_thetas.of(self._theta.views)
@@ -217,12 +217,12 @@ class BlockSolver(TritonSolver):
         kinds = {"KEPT": reading.kind, **x.kinds(grads), **self._grain_of(x.to_grads, x.to_thetas)}
 
         def launch() -> None:
-            if bands is not None and by is not None:
+            if bands is not None:
                 sides = {"DTYPE": x.dtype, "INLINE": self._tile["INLINE"]}
                 bands.share(to_parameters, thetas, by, self._grids[1:], sides)
             self._over_units(spread.along, to_grads, thetas, *given, states.floats, states.ints, **kinds)
 
-        key = "along", form.learned, None if by is None else by.data_ptr(), *plain(kinds)
+        key = "along", form.learned, bands is None, *plain(kinds)
         self.replay_turn(form, key, launch)
 
     def through_shift(self, name: str, form: Form, grads: Grads) -> None:

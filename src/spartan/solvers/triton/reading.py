@@ -39,6 +39,8 @@ class FormReader(KernelVectors):
     def __init__(self, problem: Problem, flags: Flags, alias: bool = False) -> None:
         super().__init__(problem, flags, alias)
         self._to_masks, self._to_more = (Addresses(self.device, replay=self.kernels.replay) for _ in range(2))
+        self._damp_there = torch.zeros(len(problem.targets), dtype=torch.float64, device=self.device)
+        self._damp_told: Tensor | None = None
 
     def redivided(self) -> None:
         """The problem has other segments now."""
@@ -72,6 +74,14 @@ class FormReader(KernelVectors):
     def damps(self, form: Form) -> bool:
         """Whether kernels damp gradients as the form says: not those of runs of weights."""
         return False
+
+    def damp_of(self, form: Form) -> Tensor:
+        """Where kernels read how much gradients are damped by: always the same place, so that launches are replayed."""
+        if form.damp is not None and form.damp is not self._damp_told:
+            self.kernels.replay.flush()
+            self._damp_there.copy_(form.damp)
+            self._damp_told = form.damp  # it lives on, so that no other comes to lie where it does
+        return self._damp_there
 
     def reading(self, form: Form) -> Reading | None:
         """Where kernels read what is kept; None where they cannot."""

@@ -144,6 +144,22 @@ class TritonSolver(KernelGradients):
             p.limits, self._found, states.floats, states.ints, self._taus, ROWS=512, CUT=self.cut_in, num_warps=4
         )
 
+    def where(self, form: Form, grads: Grads) -> None:
+        """Factors on A, on B∖A and on the rest, or outside A what of its output is kept, in place; the model holds w."""
+        if form.damp is None:
+            super().where(form, grads)
+            return
+        x, reading, rows, kinds = self.kernels, self.reading(form), self.row_scales, self._kinds(grads)
+        assert reading is not None
+        assert rows is not None
+        to_parameters, by, key = x.to_parameters.of(x.parameters), self.damp_of(form), ("damp", *plain(kinds))
+        tables = x.to_grads.of(grads), to_parameters, x.to_thetas.of(self._theta.views), by, reading.states
+        if self.power == 1.0:
+            self.replay_turn(form, key, lambda: rows.damp(*tables, **kinds))
+        else:
+            x.replay(key, lambda: rows.damp(*tables, **kinds))
+            self._times_slope(grads)
+
     def restart(self, where: Tensor, growing: bool = False) -> None:
         """θ ← 0 at these units; with `growing` only at the entries that the pattern starts from zero."""
         if growing and any(self.problem.growing(i) is not None for i in range(len(self.problem.targets))):

@@ -65,8 +65,8 @@ class KernelGradients(FormReader):
         else:
             with x.replay.as_one():
                 self.teach(form, turned)
-                if isinstance(form.back, Where) and form.back.everywhere:
-                    self._damp_or_leave(form, turned)
+                if isinstance(form.back, Where) and form.back.everywhere and form.damp is None:
+                    self._times_slope(turned)
                 else:
                     self.where(form, turned)
         return turned
@@ -139,28 +139,6 @@ class KernelGradients(FormReader):
 
         self.replay_turn(form, ("on shift", shifts.data_ptr(), *key), launch_all)
 
-    def _damp_or_leave(self, form: Form, grads: Grads) -> None:
-        """g on A; outside it as much of it as the form says, in place."""
-        if form.damp is None:
-            self._times_slope(grads)
-            return
-        x, reading, kinds, rows, by = (
-            self.kernels,
-            self.reading(form),
-            self._kinds(grads),
-            self.row_scales,
-            form.damp,
-        )
-        assert reading is not None
-        assert rows is not None
-        tables = x.to_grads.of(grads), x.to_parameters.of(x.parameters), x.to_thetas.of(self._theta.views)
-
-        def launch() -> None:
-            rows.damp(*tables, by, reading.states, **kinds)
-            self._launch_slope(tables[0], kinds)
-
-        self.replay_turn(form, ("damp", by.data_ptr(), *plain(kinds)), launch)
-
     def where(self, form: Form, grads: Grads) -> None:
         """Factors on A, on B∖A and on the rest, in place."""
         x, reading = self.kernels, self.reading(form)
@@ -180,13 +158,8 @@ class KernelGradients(FormReader):
         """Gradients for ψ into gradients for θ, in place."""
         if self.power != 1.0:
             x, kinds = self.kernels, self._kinds(grads)
-            to_grads = x.to_grads.of(grads)
-            x.replay(("slope", *kinds.values()), lambda: self._launch_slope(to_grads, kinds))
-
-    def _launch_slope(self, to_grads: Tensor, kinds: dict[str, Any]) -> None:
-        if self.power != 1.0:
-            x = self.kernels
-            x.run(powers.times_slope, to_grads, x.to_thetas.of(self._theta.views), x.pieces.table, **kinds)
+            tables = x.to_grads.of(grads), x.to_thetas.of(self._theta.views), x.pieces.table
+            x.replay(("slope", *kinds.values()), lambda: x.run(powers.times_slope, *tables, **kinds))
 
     def add_decay(self, form: Form, grads: Grads, scale: Tensor | None = None) -> None:
         """Add to gradients for θ what the form adds whatever the loss."""
