@@ -138,9 +138,9 @@ class Paced(Method):
 
     def observe(self, solver: TorchSolver, grads: Grads, at: Moment) -> None:
         """Find the layers that batch norm follows: there ⟨g, w⟩ of an output is nothing beside its terms g·w."""
-        if all(g is None for g in grads):  # of another optimizer's step
-            return
         problem, state = solver.problem, solver.state.per_target
+        if problem.ranks.alone and all(g is None for g in grads):  # nothing new, at another optimizer's step
+            return
         weights = [target.local.to(solver.dtype) for target in problem.targets]
         products = [w * 0.0 if g is None else w * g.to(w.dtype) for g, w in zip(grads, weights, strict=True)]
         sums = [of_outputs[0] for of_outputs in sums_of_outputs(problem, products)]
