@@ -143,7 +143,7 @@ def test_two_optimizers_look_once_a_step(pattern: Any) -> None:
             for optimizer in optimizers:
                 optimizer.step()
         state = sparsifier.state_dict()
-        assert state["numbers"] == {"looks": 8, "looked": 7}
+        assert state["numbers"] == {"looks": 8, "looked": 7, "damps": -1}
         found.append({n: p.detach().clone() for n, p in model.named_parameters()})
     for name, p in found[0].items():
         torch.testing.assert_close(found[1][name], p)

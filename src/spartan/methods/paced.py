@@ -93,7 +93,7 @@ class Paced(Method):
         state.per_unit["history"] = torch.full((solver.count,), 255, dtype=torch.uint8, device=solver.device)
         begin = {"pace": ones, **{name: torch.zeros_like(ones) for name in ("damp", "sums", "terms")}}
         state.per_target |= {name: x.to(solver.device) for name, x in begin.items()}
-        state.numbers |= {"looks": 0, "looked": -1}
+        state.numbers |= {"looks": 0, "looked": -1, "damps": -1}
 
     def choose(self, solver: TorchSolver, at: Moment) -> None:
         """The largest; a hundred times in a run what is pruned leaks, and the pace follows the exchange."""
@@ -104,7 +104,7 @@ class Paced(Method):
         solver.solve(solver.k)
         if look:
             self._look(solver, at)
-            solver.state.numbers = {"looks": numbers["looks"] + 1, "looked": at.step}
+            solver.state.numbers = {**numbers, "looks": numbers["looks"] + 1, "looked": at.step}
 
     def _leak(self, solver: TorchSolver, at: Moment) -> None:
         """What was pruned at the last look loses what it is to lose between two looks: 2·leak·(1 − x) a run."""
@@ -150,18 +150,23 @@ class Paced(Method):
         state["sums"], state["terms"] = state["sums"] + found[0], state["terms"] + found[1]
         usual = torch.where(found[2] > 0, found[3] / found[2], 1.0).sqrt()
         state["damp"] = torch.where(state["sums"] < NORMED * state["terms"], usual, 0.0)
+        if not problem.ranks.alone:  # where outputs are cut, to damp takes sums over processes at every step
+            solver.state.numbers = {**solver.state.numbers, "damps": int(state["damp"].any())}
 
     def form(self, solver: TorchSolver, at: Moment) -> Form:
         """The hard or shrunk mask; g, or for units its part along θ where pruned; damped and paced where pruned."""
         problem, state = solver.problem, solver.state
         shrunk = problem.pattern.single and self.p < math.inf
         whole = problem.pattern.single or problem.pattern.rows is not None
-        pace: Tensor = state.per_target["pace"]
+        pace, damp = state.per_target["pace"], state.per_target["damp"]
+        damps = problem.pattern.rows is None
+        if damps and not problem.ranks.alone:  # a run on one process, which this may go on from, does not know
+            damps = bool(damp.any() if state.numbers["damps"] < 0 else state.numbers["damps"])
         return Form(
             Shrunk(self.p) if shrunk else Mask.ONE,
             STRAIGHT if whole else Along.THETA,
             pace=Where(1.0, pace, pace),
-            damp=None if problem.pattern.rows is not None else state.per_target["damp"],
+            damp=damp if damps else None,
         )
 
 
