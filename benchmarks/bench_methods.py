@@ -240,6 +240,7 @@ def in_step_of(name: str, model: nn.Module, grads: Any, args: argparse.Namespace
     middle = (run.at.warmup_steps + run.at.freeze_step) // 200 * 100  # no warm-up changes the budget
     middle = min(middle, (run.at.freeze_step - 1000) // 100 * 100)
     run.at = replace(run.at, step=middle + 10)
+    as_in_the_middle(sparsifier)
     for part in run.weights.solving:  # scores that start from zero have moved by then
         for x in (*part.state.learned.values(), part.state.per_unit.get("S")):
             if x is not None and not x.any():
