@@ -20,7 +20,7 @@ from spartan.solvers.triton.state import (
     row_of,
     segment_of,
 )
-from spartan.solvers.triton.weights import ABOVE, STORED, cut_within, kept_of, line_of, mask_of
+from spartan.solvers.triton.weights import ABOVE, STORED, cut_within, kept_of, line_of, mask_of, place_of
 
 LEAST = tl.constexpr(forms.LEAST)
 # What `where` does with its factors.
@@ -237,14 +237,10 @@ def damp(
     `targets` of each target its segment and its first position there.
     """
     row = tl.program_id(0)
-    which = tl.load(owners + row)
+    which, start, long, segment, cut = place_of(row, owners, rows, targets, all_ints)
     grad = tl.load(grads + which)
     times = tl.load(by + which).to(tl.float32)
     if (grad != 0) & (times != 0.0):
-        long = tl.load(rows + 2 * which + 1)
-        start = (row - tl.load(rows + 2 * which)) * long
-        segment = tl.load(targets + 2 * which)
-        cut = cut_within(tl.load(all_ints + segment * INTS + CUT), tl.load(targets + 2 * which + 1) + start)
         value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
         factor = tl.load(factors + which)
         theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start

@@ -214,6 +214,17 @@ def below(limits, found, all_floats, all_ints, taus, ROWS: tl.constexpr, CUT: tl
 
 
 @triton.jit
+def place_of(row, owners, rows, targets, all_ints):
+    """Of a row: its target, where it starts there, how long it is, its segment, and where in it that one's cut lies."""
+    which = tl.load(owners + row)
+    long = tl.load(rows + 2 * which + 1)
+    start = (row - tl.load(rows + 2 * which)) * long
+    segment = tl.load(targets + 2 * which)
+    cut = cut_within(tl.load(all_ints + segment * INTS + CUT), tl.load(targets + 2 * which + 1) + start)
+    return which, start, long, segment, cut
+
+
+@triton.jit
 def row_scales(
     thetas, owners, rows, targets, factors, all_floats, all_ints, scales,
     POWER: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
@@ -223,11 +234,7 @@ def row_scales(
     `owners` has the target of each row; `targets` of each target its segment and its first position there.
     """
     row = tl.program_id(0)
-    which = tl.load(owners + row)
-    long = tl.load(rows + 2 * which + 1)
-    start = (row - tl.load(rows + 2 * which)) * long
-    segment = tl.load(targets + 2 * which)
-    cut = cut_within(tl.load(all_ints + segment * INTS + CUT), tl.load(targets + 2 * which + 1) + start)
+    which, start, long, segment, cut = place_of(row, owners, rows, targets, all_ints)
     value = tl.load(all_floats + segment * FLOATS + VALUE).to(tl.float32)
     factor = tl.load(factors + which)
     theta_at = tl.load(thetas + which).to(tl.pointer_type(DTYPE)) + start
