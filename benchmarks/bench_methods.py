@@ -14,6 +14,8 @@ and of the methods only `optimizer.step()`, with the gradients of one backward, 
 goes the dense optimizer's step. Others may be using the machine, so the least of several steps counts; steps that rewire
 masks count by their share. "learned" is what the optimizer's update of a method's own parameters takes, which is in it.
 Two threads wait for each other where others keep a core busy; `--one-thread` then counts the processor time of one.
+`--pattern` is as in a recipe: `[16,16]`, `channel`, `nm:2:4`; then only the targets' weights count, and a patch embedding
+and a classifier, which not every pattern divides, stay dense.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import argparse
 import csv
 import datetime
 import gc
+import json
 import statistics
 import subprocess
 import sys
@@ -35,10 +38,11 @@ from torch import nn
 from traffic import as_in_the_middle
 
 import spartan
-from spartan import Spartan, TopKAST
+from spartan import Spartan, TopKAST, Unstructured
 from spartan.app.train.config import load_recipe
 from spartan.following import release
 from spartan.methods.stored import Rewiring
+from spartan.problem.patterns import Pattern, read_pattern
 from spartan.zoo import build_model, torchvision
 
 
@@ -53,12 +57,15 @@ def main() -> None:
     parser.add_argument("--methods", default="", help="comma-separated; all by default")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--model", choices=("wrn22", "resnet50"), default="wrn22")
+    parser.add_argument("--model", choices=("wrn22", "resnet50", "vit16"), default="wrn22")
+    parser.add_argument("--pattern", type=pattern_of, help="with --in-step; single weights by default")
     parser.add_argument("--in-step", action="store_true", help="time optimizer.step() alone")
     parser.add_argument("--one-thread", action="store_true", help="with --in-step: processor time of one thread")
     args = parser.parse_args()
     args.batch = args.batch or (32 if args.in_step else 256)
     args.steps = args.steps or (8 if args.in_step else 100)
+    if args.pattern and not args.in_step:
+        parser.error("--pattern goes with --in-step")
     if args.one_thread:
         torch.set_num_threads(1)
     torch.backends.cudnn.benchmark = True
@@ -75,6 +82,11 @@ def main() -> None:
             if fresh:
                 writer.writeheader()
             writer.writerows(rows)
+
+
+def pattern_of(text: str) -> Pattern:
+    """A pattern as a recipe writes it."""
+    return read_pattern(json.loads(text) if text.startswith("[") else text)
 
 
 def facts(device: torch.device) -> dict[str, Any]:
@@ -186,10 +198,10 @@ def let_go(sparsifier: spartan.Sparsifier) -> None:
 
 def in_step(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
     """Rows of what methods add to `optimizer.step()`, as a percentage of the dense step."""
-    device, size = torch.device(args.device), 224 if args.model == "resnet50" else 32
+    device, size = torch.device(args.device), 32 if args.model == "wrn22" else 224
     torch.manual_seed(0)
-    if args.model == "resnet50":
-        model = torchvision().models.resnet50().to(device)
+    if args.model != "wrn22":
+        model = getattr(torchvision().models, {"vit16": "vit_b_16"}.get(args.model, args.model))().to(device)
     else:
         model = build_model(load_recipe("cifar10-wrn22").model, 10, (3, 32, 32)).to(device)
     x, y = torch.randn(args.batch, 3, size, size, device=device), torch.randint(10, (args.batch,), device=device)
@@ -215,13 +227,16 @@ def in_step(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
         rows.append(
             {
                 **facts(device), "threads": torch.get_num_threads(), "model": args.model,
-                "method": name, "sparsity": args.sparsity, "batch": args.batch,
+                "method": name, "sparsity": args.sparsity,
+                "pattern": repr(args.pattern or Unstructured()), "batch": args.batch,
                 "dense_ms": round(dense, 1), "update_ms": round(update, 2), "added_ms": round(added, 2),
                 "percent": round(100 * added / dense, 3), "learned_ms": round(learned, 2), "rewiring_ms": round(rewiring, 2),
             }
         )  # fmt: skip
     return rows
 
+
+EDGES = ("conv1.*", "conv_proj.*", "heads.*", "fc.*")  # stay dense under a pattern
 
 # Settings that do other work than the defaults.
 VARIANTS: dict[str, Any] = {
@@ -233,8 +248,10 @@ VARIANTS: dict[str, Any] = {
 def in_step_of(name: str, model: nn.Module, grads: Any, args: argparse.Namespace) -> tuple[float, float, float]:
     """Milliseconds of `optimizer.step()`; more of them where masks are rewired, by step; those of learned parameters."""
     optimizer, total = sgd(model), 10_000
-    sparsifier = spartan.Sparsifier(model, args.sparsity, total, VARIANTS.get(name, name), count="model")
-    sparsifier.attach(optimizer)
+    what: dict[str, Any] = {"count": "model"}
+    if args.pattern:
+        what = {"pattern": args.pattern, "exclude": EDGES}
+    sparsifier = spartan.Sparsifier(model, args.sparsity, total, VARIANTS.get(name, name), **what).attach(optimizer)
     run = sparsifier._run
     run.gradients.paused = True  # the step turns them then, in its own time
     middle = (run.at.warmup_steps + run.at.freeze_step) // 200 * 100  # no warm-up changes the budget

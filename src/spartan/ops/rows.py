@@ -100,11 +100,11 @@ def solve(u: Tensor, n: int, beta: float) -> tuple[Tensor, Tensor]:
 
 def pull(grads: Tensor, slopes: Tensor) -> Tensor:
     """a₁/a₂ = Σ g m(1−m) / Σ m(1−m) of each row (rows × m), as a column; 0 where the mask is flat."""
-    a1, a2 = _sums(grads * slopes), _sums(slopes)
+    a1, a2 = sums(grads * slopes), sums(slopes)
     return torch.where(a2 != 0, a1 / a2, 0.0)[:, None]
 
 
-def _sums(x: Tensor) -> Tensor:
+def sums(x: Tensor) -> Tensor:
     """Of each row; short ones column by column, which is faster."""
     if x.shape[1] > 8:
         return x.sum(1)
