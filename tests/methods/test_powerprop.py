@@ -31,7 +31,7 @@ from tests.contract.own import straight_line
 T, W, FREEZE = 30, 6, 24  # steps, warm-up, first step of finetuning
 SPARSITY, LR, MOMENTUM, DECAY = 0.8, 0.1, 0.9, 1e-2
 NAMES = ("conv.weight", "hidden.weight", "head.weight")
-REFUSED = {"acdc", "paced", "powerprop"} | {entry.name for entry in spartan.methods() if entry.cls.grows_from_zero}
+REFUSED = {"paced", "powerprop"} | {entry.name for entry in spartan.methods() if entry.cls.grows_from_zero}
 # What needs a sparse model to begin with is tried with one below.
 INNER = [entry.name for entry in spartan.methods() if entry.name not in REFUSED and not entry.cls.keeps_zeros]
 

@@ -62,6 +62,7 @@ class ACDC(Method):
         "Peste et al., AC/DC: Alternating compressed/decompressed training of deep neural networks, NeurIPS 2021"
     )
     sparse_from = "finetune"
+    grows_from_zero = True  # in a dense phase
     restarts = True
     refuses_nm = ""
     warmup = 0.0

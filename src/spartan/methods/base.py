@@ -50,7 +50,7 @@ class Method(ABC):
     # Why the method cannot keep n of every m weights (the pattern NM); "" where it can: its masks come from `solve` and
     # `top` alone, and stand for any budget k.
     refuses_nm: str = "its masks are not defined for a budget of every m weights"
-    # Whether units come back at zero: until the next step, such a weight is kept and zero.
+    # Whether units come back at zero: until a gradient reaches it, such a weight is kept and zero.
     grows_from_zero: ClassVar[bool] = False
     # Whether it sets dense weights to zero.
     restarts: ClassVar[bool] = False

@@ -16,7 +16,7 @@ from spartan.ops.rows import sums
 from spartan.problem.problem import Problem
 
 
-class Grid(NamedTuple):
+class UnitGrid(NamedTuple):
     """How a target divides into units, in the order of its memory."""
 
     rows: int  # entries of a unit, down
@@ -45,7 +45,7 @@ class Strip(NamedTuple):
         return matrix[self.rows].view(self.theta.shape)
 
 
-def grid_of(problem: Problem, i: int) -> Grid | None:
+def grid_of(problem: Problem, i: int) -> UnitGrid | None:
     """How target i divides; None where its units are no blocks of the matrix in its memory."""
     target = problem.targets[i]
     axes, shape = target.axes, target.axes.shape(target.shape)
@@ -54,17 +54,17 @@ def grid_of(problem: Problem, i: int) -> Grid | None:
         return None
     (h, w), rows, columns = sides, shape[0], math.prod(shape[1:])
     if axes.swapped:
-        return None if len(shape) > 2 else Grid(w, h, columns // w, rows // h, turned=True)
+        return None if len(shape) > 2 else UnitGrid(w, h, columns // w, rows // h, turned=True)
     matrices = target.shape[0] if axes.stacked else 1
-    return Grid(h, w, matrices * rows // h, columns // w, turned=False)
+    return UnitGrid(h, w, matrices * rows // h, columns // w, turned=False)
 
 
-def matrix_of(grid: Grid, x: Tensor) -> Tensor:
+def matrix_of(grid: UnitGrid, x: Tensor) -> Tensor:
     """A tensor that lies as a target does, as a matrix."""
     return x.detach().view(grid.down * grid.rows, grid.across * grid.columns)
 
 
-def cut_into_strips(grids: Sequence[Grid], thetas: Sequence[Tensor]) -> list[Strip]:
+def cut_into_strips(grids: Sequence[UnitGrid], thetas: Sequence[Tensor]) -> list[Strip]:
     """All targets in strips, which share their room."""
     longest = max(CHUNK, *(grid.across * grid.columns for grid in grids))
     rooms = [torch.empty(longest, dtype=thetas[0].dtype) for _ in range(4)]
@@ -88,7 +88,7 @@ def cut_into_strips(grids: Sequence[Grid], thetas: Sequence[Tensor]) -> list[Str
     return found
 
 
-def add_up(strip: Strip, grid: Grid, x: Tensor, into: Tensor) -> None:
+def add_up(strip: Strip, grid: UnitGrid, x: Tensor, into: Tensor) -> None:
     """The sums of a strip's numbers over each unit, on top of those of its other strips; `into` is the grid's matrix."""
     down, high, _ = x.shape
     lines = x.sum(1) if high > 1 else x
@@ -97,7 +97,7 @@ def add_up(strip: Strip, grid: Grid, x: Tensor, into: Tensor) -> None:
     into[strip.units].add_(lines.view(down, grid.across))
 
 
-def spread(strip: Strip, grid: Grid, numbers: Tensor, out: Tensor) -> Tensor:
+def spread(strip: Strip, grid: UnitGrid, numbers: Tensor, out: Tensor) -> Tensor:
     """One number per unit, of the grid's matrix, at each column of a strip; it broadcasts to the strip's shape."""
     some = numbers[strip.units]
     if grid.across == 1:
