@@ -14,7 +14,7 @@ from spartan.inference.cpu.choice import LARGE, choose, sparse_layer
 from spartan.inference.cpu.library import library
 from spartan.inference.cpu.ops import DTYPES as _CPU_DTYPES
 from spartan.inference.few import ByTokens
-from spartan.inference.fuse import fuse, plain_conv, plain_linear, replace_module
+from spartan.inference.fuse import fuse, is_conv1d, plain_conv, plain_conv1d, plain_linear, replace_module
 from spartan.inference.gpu import choice as gpu
 from spartan.inference.gpu.linear import DTYPES as _GPU_DTYPES
 from spartan.inference.runtime import DenseConv2d, DenseLinear, InferenceLayer, arguments_of
@@ -134,7 +134,7 @@ def explain(model: nn.Module) -> list[Explanation]:
             continue
         if isinstance(layer, InferenceLayer):
             found.append(Explanation(name or "the model", layer.kernel, layer.why))
-        elif isinstance(layer, nn.Linear | nn.Conv2d | nn.MultiheadAttention):
+        elif isinstance(layer, nn.Linear | nn.Conv2d | nn.MultiheadAttention) or is_conv1d(layer):
             refused = Attention.why_not(layer) if isinstance(layer, nn.MultiheadAttention) else ""
             why = getattr(layer, "chosen", "") or refused or "as it was given"
             found.append(Explanation(name or "the model", "dense", why))
@@ -166,6 +166,8 @@ def _make_replaceable(holder: nn.ModuleDict, kernels: str) -> dict[str, Any]:
             # Attention that stays as it is reads its output projection's weight itself.
             if not isinstance(holder.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
                 layer = DenseLinear(module.weight, module.bias)
+        elif plain_conv1d(module) and _worth_a_kernel(module.weight):
+            layer = DenseLinear(module.weight.t().contiguous(), module.bias)
         elif dense is not None and gpu_model and PatchConv.suits(dense) and _has_kernel(dense.weight):
             given[name], layer = module, PatchConv(dense)
         elif dense is not None and _worth_a_kernel(dense.weight):

@@ -11,6 +11,7 @@ alone.
 import copy
 import inspect
 import operator
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeGuard
@@ -39,6 +40,17 @@ class _Shallow(fx.Tracer):
 def plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether the module is `nn.Linear` in all but name."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and not _has_hooks(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether the module is transformers' `Conv1D`, a linear layer whose weight stands as inputs × outputs."""
+    theirs = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return theirs is not None and type(module) is theirs
+
+
+def plain_conv1d(module: nn.Module) -> bool:
+    """Whether it is that and nothing else."""
+    return is_conv1d(module) and not _has_hooks(module)
 
 
 def plain_conv(module: nn.Module) -> Conv | None:
