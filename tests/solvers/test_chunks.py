@@ -86,6 +86,8 @@ def run(
     dtype = options.pop("dtype", torch.float32)
     layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 230), nn.ReLU(), nn.Linear(230, 7)
     model = nn.Sequential(*layers).to(dtype)
+    if options.pop("channels_last", False):
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if options.pop("flops", False):
         options["cost"] = Flops(torch.zeros(1, 3, 8, 8, dtype=dtype), value_power=0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
@@ -109,7 +111,16 @@ def train(model: Any, optimizer: Any, steps: range, skip: int = 3) -> list[float
     return losses
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": "uniform"}, {"flops": True}, {"dtype": torch.float64}], ids=repr)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"budget": "uniform"},
+    {"flops": True},
+    {"dtype": torch.float64},
+    {"channels_last": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=repr)
 @pytest.mark.parametrize("name", list(METHODS))
 def test_a_run_is_the_same(name: str, options: dict[str, Any]) -> None:
     plain, _, of_plain, losses = run("torch", METHODS[name], **options)
@@ -120,6 +131,24 @@ def test_a_run_is_the_same(name: str, options: dict[str, Any]) -> None:
     for a, b in zip(plain.parameters(), fast.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     assert of_fast.stats.cost == of_plain.stats.cost
+
+
+@pytest.mark.parametrize("name", ["paced", "spartan", "st3", "rigl", "probmask", "movement"])
+def test_the_order_of_memory_changes_nothing(name: str) -> None:
+    """As `model.to(memory_format=torch.channels_last)` leaves it: other pieces, the same masks and random numbers."""
+    one, _, of_one, _ = run("auto", METHODS[name])
+    other, _, of_other, _ = run("auto", METHODS[name], channels_last=True)
+    assert not other[0].weight.is_contiguous()
+    assert "by chunks\n" in repr(run("auto", METHODS[name], steps=1, channels_last=True)[2])
+    for (key, mask), turned in zip(of_one.masks().items(), of_other.masks().values(), strict=True):
+        assert torch.equal(mask, turned), key
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    again, _, of_again, _ = run("auto", METHODS[name], steps=0)
+    again.load_state_dict(other.state_dict())
+    of_again.load_state_dict(of_other.state_dict())
+    for a, b in zip(again.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_what_runs() -> None:

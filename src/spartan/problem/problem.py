@@ -82,9 +82,11 @@ class Problem:
         self.units = [t.local.numel() // n for t, n in zip(self.targets, self.sizes, strict=True)]
         self.all_units = [t.numel // n for t, n in zip(self.targets, self.sizes, strict=True)]
         self.set_scales(self.scales)
-        # Ties are cut by position in the weight. On an accelerator single weights stand in the order of memory instead,
-        # so that they are read as they lie; where that is row-major, as it mostly is, both are the same.
-        self.by_memory = self.pattern.single and all(stands_by_memory(t) for t in self.targets)
+        # Ties are cut by position in the weight. Single weights stand in the order of memory instead, where it has no
+        # gaps, so that they are read as they lie; where that is row-major, as it mostly is, both are the same. On an
+        # accelerator they are worked on as one tensor besides.
+        self.joined = self.pattern.single and all(stands_by_memory(t) for t in self.targets)
+        self.by_memory = self.joined or (self.pattern.single and all(lies_in_some_order(t) for t in self.targets))
         # Where weights lie in shards: the processes that hold the others, and where units stand in the whole.
         self.ranks = Ranks.of([t.parameter for t in self.targets])
         self.places: list[Place] = []
@@ -233,8 +235,13 @@ class Problem:
 
 
 def stands_by_memory(target: Target) -> bool:
-    """Whether the entries of a weight have the order of its memory."""
+    """Whether the entries of a weight have the order of its memory, whatever it is."""
     return target.parameter.device.type != "cpu" and not is_dtensor(target.parameter)
+
+
+def lies_in_some_order(target: Target) -> bool:
+    """Whether it fills its memory without gaps."""
+    return not is_dtensor(target.parameter) and target.dense_stride is not None
 
 
 def make_problem(

@@ -42,7 +42,7 @@ class Units:
     def __init__(self, problem: Problem, alias: bool = False) -> None:
         # On an accelerator a launch per target takes longer than the work; on a CPU tensors that fit the cache one by
         # one are faster. Slabs are what is worked on at a time.
-        self.problem, self.theta, self.state = problem, Theta(problem.targets, problem.by_memory, alias), MethodState()
+        self.problem, self.theta, self.state = problem, Theta(problem.targets, problem.joined, alias), MethodState()
         self.joined = self.theta.flat is not None
         here = [t.local for t in problem.targets]
         self.device = here[0].device

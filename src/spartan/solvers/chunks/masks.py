@@ -39,8 +39,8 @@ class ChunkRanks(TorchSolver):
             return "not float32 or float64 on a CPU"
         if not problem.pattern.single:
             return "units of several weights"
-        if not problem.ranks.alone or not all(t.parameter.is_contiguous() for t in problem.targets):
-            return "weights in shards, or not in row-major order"
+        if not problem.by_memory:
+            return "weights in shards, or with gaps in their memory"
         return "few weights" if sum(problem.units) <= WORTH else ""
 
     def beside(self, tensors: Sequence[Tensor | None]) -> Iterator[tuple[Piece, Tensor]]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spartan.ops.parts import CHUNK
 from spartan.ops.select import Threshold
+from spartan.problem.axes import Axes
 from spartan.problem.problem import Problem
 
 # out = x · m(1−m), and out = x where u > λ, exactly +0.0 elsewhere: one operation each.
@@ -44,8 +45,7 @@ def cut_up(problem: Problem, thetas: Sequence[Tensor]) -> list[Piece]:
     room = [torch.empty(longest, dtype=thetas[0].dtype) for _ in range(4)]
     found = []
     for i, (view, target) in enumerate(zip(thetas, problem.targets, strict=True)):
-        theta, size = target.flatten(view), problem.units[i]
-        rows = 0 if target.axes.swapped or view.ndim < 2 or not size else target.axes.rows(view).shape[1]
+        theta, size, rows = target.flatten(view), problem.units[i], weights_of_an_output(target.axes, view)
         length = CHUNK // rows * rows if 0 < rows <= CHUNK else CHUNK
         whole = rows if rows and length % rows == 0 else 0
         for start in range(0, size, length):
@@ -59,6 +59,15 @@ def cut_up(problem: Problem, thetas: Sequence[Tensor]) -> list[Piece]:
             facts = i, problem.segment_of[i], problem.unit_costs[i], problem.factors[i]
             found.append(Piece(*facts, problem.first_position[i] + start, whole, here, units, theta[here], views))
     return found
+
+
+def weights_of_an_output(axes: Axes, x: Tensor) -> int:
+    """How many there are, where they follow one another in memory; else 0."""
+    if axes.swapped or x.ndim < 2 or not x.numel() or (axes.stacked and not x.is_contiguous()):
+        return 0
+    outputs = math.prod(x.shape[: 1 + axes.stacked])
+    found = x.numel() // outputs
+    return found if outputs == 1 or x.stride(int(axes.stacked)) == found else 0
 
 
 def value_of(piece: Piece, power: float) -> Tensor:

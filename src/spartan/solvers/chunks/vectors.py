@@ -33,7 +33,8 @@ class ChunkVectors(ChunkGradients):
         at: Moment | None = None,
     ) -> None:
         """What is kept per unit under these names ← f(what is kept or learned under others), in place."""
-        if grads is not None and not (self.by_pieces and self._alike(grads)):
+        drawn_in_order = at is None or all(t.parameter.is_contiguous() for t in self.problem.targets)
+        if not drawn_in_order or (grads is not None and not (self.by_pieces and self._alike(grads))):
             super().update(names, function, read, grads, at)
             return
         units, learned = self.state.per_unit, self.state.learned
