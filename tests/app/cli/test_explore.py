@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,3 +109,30 @@ def test_with_seconds_nothing_is_begun_that_would_not_end(tmp_path: Path) -> Non
     assert time.monotonic() - began < 75
     assert "out of time: 1 of 3 runs are left" in out
     assert sorted(row["seed"] for row in rows(tmp_path)) == ["1", "3"]
+
+
+def test_runs_of_the_papers_exhibits_are_not_missing_in_comparisons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those with nothing else set: with a β of its own, or another length, a run is another."""
+    monkeypatch.syspath_prepend(EXPLORE.parent)
+    compare = importlib.import_module("compare")
+    runs = [
+        *("cifar10-wrn22 method=srste sparsity=0.99 seed=0", "cifar10-vit method=movement pattern=[16, 16] seed=0"),
+        *("cifar10-wrn22 method=set sparsity=0.99 epochs=120 seed=0", "bytes-gpt method=svite budget=erk seed=0"),
+    ]
+    records = {run: {"run": run, "top1": 0.5, "commit": "here"} for run in runs}
+    for name in ("cifar10.csv", "bytes_gpt.csv", "explore.csv"):
+        (tmp_path / name).write_text("recipe\n")  # no rows
+    monkeypatch.setattr(compare, "HERE", tmp_path)
+    monkeypatch.setattr(compare, "Results", lambda scale: SimpleNamespace(records={}))
+    before = compare.missing(compare.read())
+    monkeypatch.setattr(compare, "Results", lambda scale: SimpleNamespace(records=records))
+    scores = compare.read()
+    gone = set(before) - set(compare.missing(scores))
+    assert gone == {
+        "cifar10-wrn22 method=srste sparsity=0.99 seed=0",
+        "cifar10-vit method=movement sparsity=0.9 pattern=[16,16] seed=0",
+    }
+    assert scores["cifar10-wrn22", 0.99, ""]["srste"][0] == (50.0, "here")
+    assert scores["cifar10-vit", 0.9, "pattern=[16,16]"]["movement"][0] == (50.0, "here")
