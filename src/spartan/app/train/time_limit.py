@@ -1,6 +1,8 @@
 """Says which runs of a sweep can still end within a time, by how long the others took."""
 
+import itertools
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
 STOP_SECONDS = 20.0  # before the end: runs that have not ended by then are asked to save and stop
 KILL_SECONDS = 3.0  # before the end: those that have not done so go on from their last checkpoint
+LAST_RUNS = 4  # that say how long the next one takes
 START_SECONDS = 15.0  # of a run: imports, data, compiling
 
 
@@ -29,7 +32,8 @@ class TimeLimit:
     """The time that a sweep has.
 
     What a run takes is not known before some have ended, since several share a machine. So it is `guess` times what ended
-    runs took over what was guessed of them: of those of the same recipe, or of all where there is none.
+    runs took over what was guessed of them: the slowest of the last few of the same recipe, or of all where there is none.
+    The first ones also fill the caches of compilers, and are forgotten.
 
     Args:
         end: when it is over, by time.monotonic().
@@ -38,7 +42,7 @@ class TimeLimit:
 
     def __init__(self, end: float, guess: "Callable[[Job], float]" = lambda job: seconds_alone(job.config)) -> None:
         self.end, self._guess = end, guess
-        self._ratios: dict[str, float] = {}  # by recipe, the largest
+        self._ratios: dict[str, deque[float]] = {}  # by recipe
 
     @property
     def left(self) -> float:
@@ -52,7 +56,7 @@ class TimeLimit:
 
     def add(self, job: "Job", seconds: float) -> None:
         """A run took so long, from its start to its end."""
-        self._ratios[job.recipe] = max(self._ratios.get(job.recipe, 0.0), seconds / self._guess(job))
+        self._ratios.setdefault(job.recipe, deque(maxlen=LAST_RUNS)).append(seconds / self._guess(job))
 
     def allows(self, job: "Job") -> bool:
         """Whether a run that is started now would probably end in time; with nothing known yet, it may try."""
@@ -60,6 +64,6 @@ class TimeLimit:
             return False
         if not self._ratios:
             return True
-        ratio = self._ratios.get(job.recipe, max(self._ratios.values()))
+        ratio = max(self._ratios.get(job.recipe) or itertools.chain(*self._ratios.values()))
         remaining = 1.0 - epochs_done(job.folder) / job.config.epochs
         return remaining * ratio * self._guess(job) <= self.left
