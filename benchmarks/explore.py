@@ -358,6 +358,8 @@ def main() -> None:
             writer.writerow(COLUMNS)
 
         def write(outcome: Outcome) -> None:
+            if outcome.state == "failed":
+                print(f"{' '.join((outcome.job.recipe, *outcome.job.sets))}: {outcome.reason}", flush=True)
             if outcome.state in ("finished", "skipped", "failed"):
                 writer.writerow([*first, *row_of(outcome)])
                 file.flush()

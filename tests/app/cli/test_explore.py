@@ -66,10 +66,11 @@ def test_lines_become_rows_once(tmp_path: Path) -> None:
 
 
 def test_a_failing_line_is_a_row_and_no_end(tmp_path: Path) -> None:
-    _, err = (
+    out, err = (
         process := explore(tmp_path, [DENSE, "digits epochs=1 method=spartn"], "--jobs", 1, "--seconds", 200)
     ).communicate(timeout=300)
     assert process.returncode == 0, err
+    assert "digits epochs=1 method=spartn: exit code 2; log: " in out
     failed, good = sorted(rows(tmp_path), key=lambda row: row["failure"], reverse=True)
     assert "'spartn' is unknown" in failed["failure"]
     assert (failed["result"], good["failure"]) == ("", "")

@@ -151,7 +151,7 @@ def test_a_result_is_stored_when_its_run_ends(tmp_path: Path) -> None:
     assert first["commit"] == "0123456"
     # Not by its folder either.
     (tmp_path / "out" / "runs").rename(tmp_path / "gone")
-    done = subprocess.run([*command, "--seconds", "36"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run([*command, "--seconds", "28"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "4 of 4 runs are left; the same command goes on with them" in done.stdout
     assert "missing: " in done.stdout  # what there is is shown

@@ -14,7 +14,7 @@ from spartan.app.train.setup import passes_a_step
 if TYPE_CHECKING:
     from spartan.app.train.sweep import Job
 
-STOP_SECONDS = 20.0  # before the end: runs that have not ended by then are asked to save and stop
+STOP_SECONDS = 10.0  # before the end: runs that have not ended by then are asked to save and stop
 KILL_SECONDS = 3.0  # before the end: those that have not done so go on from their last checkpoint
 LAST_RUNS = 4  # that say how long the next one takes
 START_SECONDS = 15.0  # of a run: imports, data, compiling
