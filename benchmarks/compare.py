@@ -5,14 +5,16 @@
     python benchmarks/compare.py --missing  # lists the runs that the tables lack, as lines for explore.py
 
 A run counts if it is of a recipe with nothing set but the method, the sparsity and, in blocks, the pattern. Where the same
-run was made again, after a rule had changed, the last row of its file counts. Files are read in the order below. Rows of
-commits at which a method's rule was another (`BEFORE`) are shown with a mark, and listed as missing.
+run was made again, after a rule had changed, the last row of its file counts. Files are read in the order below; before
+explore.csv come such runs of `spartan paper` at scale small. Rows of commits at which a method's rule was another (`BEFORE`)
+are shown with a mark, and listed as missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import re
 import statistics
 import sys
 from collections import defaultdict
@@ -23,6 +25,7 @@ from typing import Any
 
 import spartan
 from spartan.app.paper.figures import new_figure, write_figure
+from spartan.app.paper.results import Results
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
@@ -54,14 +57,23 @@ THRICE = ("dense", "paced", "spartan", "topkast", "feather", "imp", "st3", "acdc
 NOT_FROM_SCRATCH = ("fixed", "gradual")  # they begin with a trained model
 # Commits of runs whose rule has changed since.
 BEFORE = {"paced": ("bb3a46a", "c14dda9", "3beaea3")}
+# What `spartan paper` calls a run with nothing else set.
+PLAIN = re.compile(
+    r"(?P<recipe>\S+) method=(?P<method>\S+)( sparsity=(?P<sparsity>\S+))?"
+    r"( (?P<pattern>pattern=\[\d+, \d+\]))? seed=(?P<seed>\d+)"
+)
 README = ("dense", "paced", "feather", "topkast", "spartan", "imp")
 Scores = dict[tuple[str, float, str], dict[str, dict[int, tuple[float, str]]]]
+
+
+def _read(name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader((HERE / name).read_text("utf-8").splitlines()))
 
 
 def rows() -> Iterator[tuple[str, float, str, str, int, float, str]]:
     """Recipe, sparsity, other settings, method, seed, result and commit of every run that ended."""
     for name, result in (("cifar10.csv", "top1"), ("bytes_gpt.csv", "loss")):
-        for row in csv.DictReader((HERE / name).open()):
+        for row in _read(name):
             recipe, _, more = row["recipe"].partition(" ")
             yield (
                 recipe,
@@ -72,7 +84,13 @@ def rows() -> Iterator[tuple[str, float, str, str, int, float, str]]:
                 float(row[result]),
                 row["commit"],
             )
-    for row in csv.DictReader((HERE / "explore.csv").open()):
+    for record in Results("small").records.values():
+        run = PLAIN.fullmatch(record["run"])
+        if run and "source" not in record:  # else it is a row of cifar10.csv
+            sparsity = 0.0 if run["method"] == "dense" else float(run["sparsity"] or 0.9)
+            more = (run["pattern"] or "").replace(" ", "")
+            yield run["recipe"], sparsity, more, run["method"], int(run["seed"]), 100 * record["top1"], record["commit"]
+    for row in _read("explore.csv"):
         given = row["settings"].split()
         own = dict(setting.split("=", 1) for setting in given if setting.startswith(("method=", "sparsity=")))
         if row["result"] and "method" in own:
@@ -132,7 +150,7 @@ def methods(scores: Scores, cells: Sequence[Cell]) -> list[str]:
 def times() -> dict[str, tuple[str, str]]:
     """Milliseconds of a step by method, in the last sitting that measured most of them, and MiB over dense."""
     sittings: dict[str, dict[str, dict[str, str]]] = defaultdict(dict)
-    for row in csv.DictReader((HERE / "method_steps.csv").open()):
+    for row in _read("method_steps.csv"):
         sittings[row["commit"]][row["method"]] = row
     last = [sitting for sitting in sittings.values() if len(sitting) > 12 and "dense" in sitting][-1]
     found, dense = {}, last["dense"]["peak_mib"]

@@ -1,11 +1,15 @@
 """Explores what a default method should do: runs recipes with settings of an experimental method, each a row of a CSV.
 
-    python benchmarks/explore.py JOBS.txt --csv benchmarks/explore.csv [--jobs 10] [--out FOLDER]
+    python benchmarks/explore.py JOBS.txt --csv benchmarks/explore.csv [--jobs 10] [--seconds 590] [--data cifar10.npz]
 
 A line of JOBS.txt is a recipe and its settings, as after `spartan train`: `bytes-gpt sparsity=0.9 method_args.p=3`. The
-method is `explore` (below) unless `method=…` names another. Lines run side by side, `--jobs` at a time; failures are rows
-too. Beside the CSV, FILE.log has what was seen of each run of `explore`, twenty times: how far weights move a step and how
-many of those that are kept are exchanged.
+method is `explore` (below) unless `method=…` names another. Lines run side by side, `--jobs` at a time, each in a process
+of its own; failures are rows too. A row is written when its run ends, and lines that the CSV has a result of are left
+out, but for rows of commits before a method's last change (`BEFORE` in compare.py): the same command again does what is
+missing. With `--seconds` no run is begun that would not end in that time, by what ended runs took, and what still runs
+then is asked to stop; it goes on from its checkpoint where its folder is still there. Without git, as in a copy of the
+tree, SPARTAN_COMMIT says which commit rows are of. Beside the CSV, FILE.log has what was seen of each run of `explore`,
+twenty times: how far weights move a step and how many of those that are kept are exchanged.
 
 `explore` is what these methods are points of: Top-KAST (p=inf), Feather (p=3), IMP (p=inf, gradient=0), by
 
@@ -26,22 +30,28 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import itertools
 import math
-import multiprocessing
 import os
-import subprocess
+import shutil
+import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from explore_rows import COLUMNS, as_point, row_of, rows_of, settings_of
 from torch import Tensor, nn
 
-from spartan.app.train.config import load_recipe
-from spartan.app.train.loop import train
+from spartan.app.cli import main as spartan_command
+from spartan.app.paper.experiments import alone
+from spartan.app.runs import is_finished, is_run
+from spartan.app.train import folder
+from spartan.app.train.config import RecipeError, load_recipe
+from spartan.app.train.sweep import Outcome, Sweep, SweepDisplay, out_of_time, plan_list
+from spartan.app.train.time_limit import TimeLimit
 from spartan.methods.base import Method
 from spartan.methods.paced import Paced
 from spartan.methods.registry import register
@@ -50,7 +60,6 @@ from spartan.problem.targets import Target
 from spartan.solvers.forms import Form, Mask, Shrunk, Where
 from spartan.solvers.torch import TorchSolver
 
-COLUMNS = ["date", "commit", "device", "torch", "recipe", "settings", "seed", "metric", "result", "seconds", "failure"]
 LOOKS = 20
 _seen: dict[int, dict[str, Any]] = {}  # what was there at the last look, by solver
 
@@ -295,56 +304,76 @@ def look(solver: TorchSolver, at: Moment) -> None:
     seen.update(theta=theta, kept=kept)
 
 
-def run(job: tuple[str, Path, Path | None]) -> list[Any]:
-    """One line of the list, as a row."""
-    line, out, log = job
-    recipe, *sets = line.split()
-    if not any(s.startswith("method=") for s in sets):
-        sets.insert(0, "method=explore")
-    os.environ["EXPLORE_RUN"] = line
-    if log is not None:
-        os.environ["EXPLORE_LOG"] = str(log)
-    started, metric, result, failure, seed = time.monotonic(), "", "", "", ""
-    try:
-        config = load_recipe(recipe, sets)
-        seed = str(config.seed)
-        summary = train(config, out, quiet=True)
-        metric = "test_loss" if "bits_per_byte" in summary else "top1"
-        result = f"{summary[metric] * (1 if metric == 'test_loss' else 100):.4f}"
-    except Exception as error:
-        traceback.print_exc()
-        failure = f"{type(error).__name__}: {error}".split("\n")[0]
-    _seen.clear()
-    settings = " ".join(s for s in sets if not s.startswith(("data.path", "seed=")))
-    row = [recipe, settings, seed, metric, result, f"{time.monotonic() - started:.0f}", failure]
-    print(*row, flush=True)
-    return row
+def name_of_run(words: Sequence[str]) -> str:
+    """What the log calls a run: its line, by the words of `train`; one that is continued, by its folder."""
+    if "--resume" in words:
+        return Path(words[words.index("--resume") + 1]).name
+    sets = [
+        word for option, word in itertools.pairwise(words) if option == "--set" and not word.startswith("data.path")
+    ]
+    return " ".join((words[0], *sets))
 
 
 def main() -> None:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("list", type=Path)
-    parser.add_argument("--csv", type=Path, required=True)
-    parser.add_argument("--jobs", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path("runs/explore"))
+    parser.add_argument("list", type=Path, metavar="JOBS.txt", help="the runs, a line each")
+    parser.add_argument("--csv", type=Path, required=True, help="where rows go; runs that it has are left out")
+    parser.add_argument("--jobs", type=int, default=10, help="how many runs at once (10)")
+    parser.add_argument("--seconds", type=float, help="end within so many; begin no run that would not end by then")
+    parser.add_argument("--out", type=Path, default=Path("runs/explore"), help="where run folders go (runs/explore)")
+    parser.add_argument("--data", type=Path, help="an .npz of the images, for lines that do not say where theirs are")
     args = parser.parse_args()
     lines = [line.strip() for line in args.list.read_text().splitlines() if line.strip() and line[0] != "#"]
-    asked = ["git", "describe", "--always", "--dirty"]
-    commit = (
-        subprocess.run(asked, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip() or "unknown"
-    )
+    commit = folder.commit(dirty=True) or "unknown"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    first = [datetime.date.today().isoformat(), os.environ.get("EXPLORE_COMMIT", commit), device, torch.__version__]
-    jobs = [(line, args.out / f"{time.time_ns()}-{i}", args.csv.with_suffix(".log")) for i, line in enumerate(lines)]
+    first = [datetime.date.today().isoformat(), commit, device, torch.__version__]
+    there, points = rows_of(args.csv), []
+    for line in lines:
+        recipe, sets = as_point(line)
+        try:
+            config = load_recipe(recipe, sets)
+        except RecipeError as error:
+            sys.exit(f"{line}: {error}")
+        if (recipe, frozenset(settings_of(sets).split()), str(config.seed)) in there:
+            continue
+        images = args.data is not None and config.data.source.startswith("torchvision/")
+        own = any(s.startswith("data.path=") for s in sets)
+        points.append((recipe, (*sets, f"data.path={args.data}") if images and not own else sets))
+    out = args.out / commit  # runs of another commit say nothing of this one
+    planned = plan_list(points, out)
+    print(f"{len(lines)} lines, {len(lines) - len(points)} of them in {args.csv} already", flush=True)
+    for job in planned:  # what these methods remember is in no checkpoint
+        if job.config.method in (Explore.name, Tried.name) and is_run(job.folder) and not is_finished(job.folder):
+            shutil.rmtree(job.folder)
+    os.environ["EXPLORE_LOG"] = str(args.csv.with_suffix(".log").absolute())
+    limit = None
+    if args.seconds is not None:
+        limit = TimeLimit(began + args.seconds, lambda job: alone(job.recipe, job.config))
+    sweeper = Sweep(out, args.jobs, limit, (sys.executable, __file__))
     new = not args.csv.exists()
-    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool, args.csv.open("a", newline="") as file:
+    with args.csv.open("a", newline="") as file, SweepDisplay(planned, plain=True) as display:
         writer = csv.writer(file)
         if new:
             writer.writerow(COLUMNS)
-        for row in pool.imap_unordered(run, jobs, chunksize=1):
-            writer.writerow([*first, *row])
-            file.flush()
+
+        def write(outcome: Outcome) -> None:
+            if outcome.state == "failed":
+                print(f"{' '.join((outcome.job.recipe, *outcome.job.sets))}: {outcome.reason}", flush=True)
+            if outcome.state in ("finished", "skipped", "failed"):
+                writer.writerow([*first, *row_of(outcome)])
+                file.flush()
+
+        outcomes = sweeper.run(planned, display, write)
+    if told := out_of_time(outcomes):
+        print(told)
+    if sweeper.stopped:
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["train"]:  # a run of the list: `spartan train`, which knows the methods of this file
+        os.environ["EXPLORE_RUN"] = name_of_run(sys.argv[2:])
+        spartan_command()
+    else:
+        main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -16,7 +17,8 @@ from typer.testing import CliRunner
 from spartan.app.cli import app
 from spartan.app.runs import epochs_done, is_finished, read_run
 from spartan.app.train.config import RecipeError
-from spartan.app.train.sweep import Outcome, Sweep, SweepDisplay, grid, plan, split_values
+from spartan.app.train.sweep import Outcome, Sweep, SweepDisplay, grid, out_of_time, plan, split_values
+from spartan.app.train.time_limit import LAST_RUNS, STOP_SECONDS, TimeLimit
 from tests.app.cli.test_compare import make_run
 
 
@@ -143,6 +145,45 @@ def test_a_stopped_sweep_goes_on(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert [line["epoch"] for line in read_run(first).epochs] == list(range(1, 13))
     assert read_run(first).finished
+
+
+def test_a_limit_lets_runs_begin_that_would_end_by_what_others_took(tmp_path: Path) -> None:
+    jobs = plan("digits", ["epochs=1,10,100"], None, tmp_path)
+    alone = {1: 10.0, 10: 100.0, 100: 1000.0}
+    limit = TimeLimit(time.monotonic() + 500 + STOP_SECONDS, lambda job: alone[job.config.epochs])
+    assert all(map(limit.allows, jobs))  # nothing is known yet
+    limit.add(jobs[0], 40.0)
+    limit.add(jobs[0], 20.0)  # the slowest counts
+    assert list(map(limit.allows, jobs)) == [True, True, False]
+    other = dataclasses.replace(jobs[1], recipe="another")
+    assert limit.allows(other)  # by those of other recipes, until there is one of its own
+    limit.add(other, 600.0)
+    assert not limit.allows(other)
+    assert limit.allows(jobs[1])
+    for _ in range(LAST_RUNS):
+        limit.add(other, 100.0)  # the first ones had to compile
+    assert limit.allows(other)
+    # Three quarters of the longest are done.
+    jobs[2].folder.mkdir()
+    (jobs[2].folder / "metrics.jsonl").write_text('{"kind": "epoch", "epoch": 90}\n')
+    assert limit.allows(jobs[2])
+    late = TimeLimit(time.monotonic() + STOP_SECONDS - 1)
+    assert not late.allows(jobs[0])
+
+
+def test_at_the_end_of_its_time_a_sweep_has_stopped_what_runs(tmp_path: Path) -> None:
+    """With everything known to be too long but the first, which is begun since nothing is known before it."""
+    jobs = plan("digits", ["epochs=4000", "method=imp,dense"], None, tmp_path)
+    began = time.monotonic()
+    sweeper = Sweep(tmp_path, 1, TimeLimit(began + STOP_SECONDS + 12))
+    with SweepDisplay(jobs, plain=True) as display:
+        outcomes = sweeper.run(jobs, display)
+    assert 12 <= time.monotonic() - began < STOP_SECONDS + 12
+    assert not sweeper.stopped  # by no signal
+    assert [outcome.state for outcome in outcomes] == ["stopped", "left"]
+    assert out_of_time(outcomes) == "out of time: 2 of 2 runs are left; the same command goes on with them"
+    assert list(jobs[0].folder.glob("checkpoints/*.pt"))
+    assert not jobs[1].folder.exists()
 
 
 def test_progress_is_read_from_the_end_of_the_metrics(tmp_path: Path) -> None:

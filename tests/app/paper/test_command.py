@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,6 @@ from typer.testing import CliRunner
 
 from spartan.app.cli import app
 from spartan.app.paper import results as stored
-from spartan.app.paper import training
 from spartan.app.paper.exhibit import exhibits, make
 from spartan.app.paper.experiments import SCALES, Scale
 from spartan.app.paper.figures import Theme, themed
@@ -115,13 +118,43 @@ def test_a_rerun_trains_what_is_missing_and_only_that(tmp_path: Path, monkeypatc
     again = invoke("maps", "--scale", "tiny", "--rerun", "--out", tmp_path)
     assert again.exit_code == 0
     assert "nothing to train: every run has its result" in again.stdout
-    # A run whose result was lost is not trained again; with --keep its result goes where the package has them.
+    # A run whose result was lost is not trained again.
     (tmp_path / "results" / "tiny.jsonl").unlink()
-    monkeypatch.setattr(training, "packaged", lambda scale: tmp_path / "none.jsonl")
-    kept = invoke("maps", "--scale", "tiny", "--rerun", "--keep", "--out", tmp_path)
+    found = invoke("maps", "--scale", "tiny", "--rerun", "--out", tmp_path)
+    assert found.exit_code == 0, found.output
+    assert "[1/1] skipped" in found.stdout
+    # With --keep results go where the package has them, but for those of a recipe that has changed.
+    assert not (tmp_path / "none.jsonl").exists()
+    kept = invoke("maps", "--scale", "tiny", "--keep", "--out", tmp_path)
     assert kept.exit_code == 0, kept.output
-    assert "[1/1] skipped" in kept.stdout
+    assert "kept: 1 result of " in kept.stdout
     assert json.loads((tmp_path / "none.jsonl").read_text(encoding="utf-8")) == record
+    (tmp_path / "results" / "tiny.jsonl").write_text(json.dumps(record | {"fingerprint": "another"}))
+    assert "kept: 0 results of " in invoke("maps", "--scale", "tiny", "--keep", "--out", tmp_path).stdout
+    assert json.loads((tmp_path / "none.jsonl").read_text(encoding="utf-8")) == record
+
+
+def test_a_result_is_stored_when_its_run_ends(tmp_path: Path) -> None:
+    """Killed by force while others run, a call has lost none of those that had ended; the next one trains the others."""
+    without = "from pathlib import Path; from spartan.app.paper import results; from spartan.app.cli import app; "
+    without += "results.packaged = lambda scale: Path('none.jsonl'); app()"
+    words = ["paper", "exploration", "--scale", "tiny", "--rerun", "--out", "out"]
+    command = [sys.executable, "-c", without, *words]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "SPARTAN_COMMIT": "0123456789"}
+    own = tmp_path / "out" / "results" / "tiny.jsonl"
+    deadline = time.monotonic() + 120
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL) as process:
+        while not own.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
+    (first, *_) = map(json.loads, own.read_text(encoding="utf-8").splitlines())
+    assert first["commit"] == "0123456"
+    # Not by its folder either.
+    (tmp_path / "out" / "runs").rename(tmp_path / "gone")
+    done = subprocess.run([*command, "--seconds", "28"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "4 of 4 runs are left; the same command goes on with them" in done.stdout
+    assert "missing: " in done.stdout  # what there is is shown
 
 
 @pytest.mark.parametrize(
@@ -130,6 +163,7 @@ def test_a_rerun_trains_what_is_missing_and_only_that(tmp_path: Path, monkeypatc
         (("accuracies",), "'accuracies' is no exhibit (did you mean accuracy?)"),
         (("flops", "--scale", "smal"), "--scale: 'smal' (did you mean small?); one of tiny, small, full is needed"),
         (("flops", "--jobs", "2"), "--jobs is about training; it goes with --rerun"),
+        (("flops", "--seconds", "60"), "--seconds is about training; it goes with --rerun"),
         (("page", "--rerun"), "spartan paper all --rerun"),
         (("vit", "--scale", "full", "--rerun"), "--scale full trains on ImageNet-1K, and data/imagenet has no train/"),
     ],

@@ -82,8 +82,9 @@ def train(
     from spartan.app.train import loop
     from spartan.app.train.config import RecipeError, load_with_note, to_yaml
     from spartan.app.train.folder import check_resume_settings, choose_folder
-    from spartan.app.train.processes import joined
+    from spartan.app.train.processes import end_with_parent, joined
 
+    end_with_parent()
     if resume is not None:
         given = [n for n, v in {"RECIPE": recipe, "--out": out, "--show": show}.items() if v]
         if given:

@@ -163,7 +163,8 @@ def missing_line(exhibit: Exhibit, made: Made, scale: Scale) -> str:
     if not made.missing:
         return ""
     count, whole = len(made.missing), len(wanted([exhibit], scale))
+    what = f"{count} of {whole} runs are" if whole > 1 else "its one run is"
     return (
-        f"{count} of {whole} runs are not stored at scale {scale}; "
-        f"spartan paper {exhibit.name} --scale {scale} --rerun trains them ({estimate(scale, made.missing)})"
+        f"{what} not stored at scale {scale}; spartan paper {exhibit.name} --scale {scale} --rerun trains "
+        f"{'them' if count > 1 else 'it'} ({estimate(scale, made.missing)})"
     )

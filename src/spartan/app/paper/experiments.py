@@ -6,6 +6,7 @@ from functools import cache
 from typing import Literal, get_args
 
 from spartan.app.train.config import Config, load_recipe
+from spartan.app.train.time_limit import seconds_alone
 
 Scale = Literal["tiny", "small", "full"]
 SCALES: tuple[Scale, ...] = get_args(Scale)
@@ -45,9 +46,9 @@ SEEDS: dict[Scale, int] = {"tiny": 1, "small": 3, "full": 3}
 # Seconds of one epoch, alone on an H200. WRN-22-2's is measured (40 epochs in about 35 s); the others are scaled from it by
 # their work and not measured.
 SECONDS_AN_EPOCH = {"cifar10-wrn22": 0.9, "cifar10-vit": 1.2, "cifar100-resnet18-flops": 2.5, "digits": 0.3}
-# Steps of small nets wait for the host, so that several runs share a GPU well: what six at once are taken to gain.
-SIDE_BY_SIDE = 2.5
-START_SECONDS = 15.0  # imports, data, compiling
+# Steps of small nets wait for the host, so that several runs share a GPU well: what six at once gain. Six of WRN-22-2 took
+# 157 s (benchmarks/explore.csv, commit 3beaea3), where one alone is taken for 51 s.
+SIDE_BY_SIDE = 2.0
 
 
 @dataclass(frozen=True)
@@ -132,14 +133,14 @@ def flop_budget(scale: Scale, power: float) -> Experiment:
     return Experiment(recipe, value)
 
 
+def alone(recipe: str, config: Config) -> float:
+    """About how long a run takes alone, on the machine that its scale is for; an epoch of other recipes counts a second."""
+    return seconds_alone(config, SECONDS_AN_EPOCH.get(recipe, 1.0))
+
+
 def seconds(experiments: Sequence[Experiment]) -> float:
-    """About how long these take, one after the other, on the machine that their scale is for; inf where nobody knows."""
-    total = 0.0
-    for experiment in experiments:
-        config = experiment.config()
-        passes = 2.0 if config.method == "probmask" else 1.0
-        total += START_SECONDS + config.epochs * passes * SECONDS_AN_EPOCH.get(experiment.recipe, float("inf"))
-    return total
+    """About how long these take, one after the other."""
+    return sum(alone(one.recipe, one.config()) for one in experiments)
 
 
 def estimate(scale: Scale, experiments: Sequence[Experiment]) -> str:
@@ -149,7 +150,7 @@ def estimate(scale: Scale, experiments: Sequence[Experiment]) -> str:
     count = f"{len(experiments)} run{'s' * (len(experiments) > 1)}"
     if scale == "full":
         return f"{count} on ImageNet-1K, each hours to days of one GPU"
-    alone = seconds(experiments) / 60
+    minutes = seconds(experiments) / 60
     if scale == "tiny":
-        return f"{count}, by estimate {max(1, round(alone))} min on a CPU"
-    return f"{count}, by estimate {max(1, round(alone / SIDE_BY_SIDE))} min of one H200 with --jobs 6"
+        return f"{count}, by estimate {max(1, round(minutes))} min on a CPU"
+    return f"{count}, by estimate {max(1, round(minutes / SIDE_BY_SIDE))} min of one H200 with --jobs 6"

@@ -53,6 +53,16 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference | 
     return Difference(statistics.fmean(first) - statistics.fmean(second), least)
 
 
+def beside(below: float) -> str:
+    """How far something is below another, or above it, in points.
+
+    Example:
+        >>> beside(0.5), beside(-0.25)
+        ('0.50 points below', '0.25 points above')
+    """
+    return f"{abs(below):.2f} points {'below' if below >= 0 else 'above'}"
+
+
 def verdict(points: Iterable[bool | None]) -> Verdict:
     """Of a claim about all these points, of which None are not measured yet: one that fails is enough.
 

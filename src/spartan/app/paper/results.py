@@ -116,6 +116,14 @@ class Results:
         replace_file(to, text.encode())
         self.__dict__.pop("records", None)
 
+    def keep(self, wanted: Iterable[Experiment]) -> int:
+        """Put one's own results of these runs into the package, which is meant for a checkout of it; how many."""
+        mine = {} if self.own is None else _read(self.own)
+        found = [mine[one.name] for one in wanted if one.name in mine and self.get(one) is not None]
+        if found:
+            self.add(found, packaged(self.scale))
+        return len(found)
+
 
 def _read(path: Path) -> dict[str, Record]:
     if not path.is_file():

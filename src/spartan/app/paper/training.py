@@ -8,6 +8,7 @@ from spartan.app.paper.results import Results, packaged, record_of
 from spartan.app.runs import identity, read_run
 from spartan.app.terminal import is_plain
 from spartan.app.train.sweep import Outcome, Sweep, SweepDisplay, plan_list
+from spartan.app.train.time_limit import TimeLimit
 
 
 def data_sets(experiment: Experiment, data: Path | None) -> tuple[str, ...]:
@@ -37,12 +38,17 @@ def check_imagenet(experiments: Sequence[Experiment], data: Path | None) -> None
 
 
 def train_missing(
-    wanted: Mapping[Experiment, Iterable[str]], results: Results, out: Path, jobs: int, data: Path | None, keep: bool
+    wanted: Mapping[Experiment, Iterable[str]],
+    results: Results,
+    out: Path,
+    jobs: int,
+    data: Path | None,
+    limit: TimeLimit | None = None,
 ) -> tuple[list[Outcome], bool]:
-    """Train what has no result yet, store every result there is then, and tell how each run ended.
+    """Train what has no result yet, store each result when its run ends, and tell how each run ended.
 
     The second answer is whether the user stopped it. What was finished before, in an earlier call that was killed, is
-    found in its folder. With `keep` results go into the package, which is meant for a checkout of it.
+    found in its folder.
     """
     missing = results.missing(wanted)
     if not missing:
@@ -54,12 +60,14 @@ def train_missing(
     for one in missing:
         same.setdefault(identity(one.config()), []).append(one)
     planned = plan_list(points, folder)
-    sweeper = Sweep(folder, min(jobs, len(planned)))
+    sweeper = Sweep(folder, min(jobs, len(planned)), limit)
+    to = results.own or packaged(results.scale)
+
+    def store(outcome: Outcome) -> None:
+        if outcome.state in ("finished", "skipped"):
+            run = read_run(outcome.job.folder)
+            results.add([record_of(one, run) for one in same[identity(outcome.job.config)]], to)
+
     with SweepDisplay(planned, is_plain()) as display:
         display.line(f"{estimate(results.scale, missing)}; {sweeper.at_once} at once -> {folder}")
-        outcomes = sweeper.run(planned, display)
-    done = [outcome.job for outcome in outcomes if outcome.state in ("finished", "skipped")]
-    records = [record_of(one, read_run(job.folder)) for job in done for one in same[identity(job.config)]]
-    if records:
-        results.add(records, packaged(results.scale) if keep or results.own is None else results.own)
-    return outcomes, sweeper.stopped
+        return sweeper.run(planned, display, store), sweeper.stopped

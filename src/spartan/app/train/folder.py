@@ -27,6 +27,8 @@ from spartan.wording import shortened
 if TYPE_CHECKING:
     from spartan.app.train.loop import Trainer
 
+COMMIT = "SPARTAN_COMMIT"  # the commit that files without git are of
+
 
 def run_name(recipe: str, config: Config) -> str:
     """What a run's folder is called when nobody says."""
@@ -142,7 +144,7 @@ def environment(device: torch.device, command: list[str]) -> dict[str, Any]:
     return {
         "command": command,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
         "host_cores": os.cpu_count(),
         "processes": current().world,
@@ -150,9 +152,15 @@ def environment(device: torch.device, command: list[str]) -> dict[str, Any]:
     }
 
 
-def _commit() -> str | None:
-    """The commit of the library's checkout, if it runs from one."""
-    ask = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+def commit(dirty: bool = False) -> str | None:
+    """The commit of the library's checkout, if it runs from one, or what SPARTAN_COMMIT says that it is a copy of.
+
+    With `dirty` it is short, and marked if files are not as they were committed.
+    """
+    if named := os.environ.get(COMMIT):
+        return named
+    ask = ["git", "-C", str(Path(__file__).parent)]
+    ask += ["describe", "--always", "--dirty", "--exclude=*"] if dirty else ["rev-parse", "HEAD"]
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.check_output(ask, stderr=subprocess.DEVNULL, text=True, timeout=10).strip()
     return None

@@ -1,10 +1,12 @@
 """Joins the processes of a run: finds who takes part, what each one takes, and lets them agree, stop and fail together."""
 
 import contextlib
+import ctypes
 import datetime
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -25,6 +27,7 @@ from spartan.wording import first_line, raised_in
 T = TypeVar("T")
 
 TIMEOUT = "SPARTAN_TIMEOUT"  # seconds to wait for another process, when they meet and ever after
+PARENT = "SPARTAN_PARENT"  # the number of the process that a run is not to outlive
 _FIRST_ERROR = "spartan/last words"  # where in the store the first process to fail leaves its reason
 
 
@@ -126,6 +129,20 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def end_with_parent() -> None:
+    """Have a run save and end when the process named by SPARTAN_PARENT is gone, killed by force even. On Linux only.
+
+    A run that goes on alone would take its device from the runs that are started next, and keep them out of its folder.
+    """
+    parent = os.environ.pop(PARENT, "")  # what this process starts is no child of that one
+    if not parent or sys.platform != "linux":
+        return
+    set_signal_of_parents_death = 1
+    ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGTERM)
+    if str(os.getppid()) != parent:  # it has died meanwhile
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class StopAgreement:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,8 +16,9 @@ from typing import Literal
 from spartan.app.runs import epochs_done, identity, is_finished, is_run, read_run, result_line
 from spartan.app.terminal import ProgressBar
 from spartan.app.train.config import Config, RecipeError, load_with_note
-from spartan.app.train.processes import StopSignals
+from spartan.app.train.processes import PARENT, StopSignals
 from spartan.app.train.recipe_text import compose_yaml
+from spartan.app.train.time_limit import TimeLimit
 from spartan.wording import shortened
 
 
@@ -39,9 +40,12 @@ class Outcome:
     """How one run of a sweep ended."""
 
     job: Job
-    state: Literal["finished", "skipped", "failed", "stopped"]
+    # stopped: by a signal or for lack of time; left: not begun, since it would not have ended in time
+    state: Literal["finished", "skipped", "failed", "stopped", "left"]
     # for a failed run: why, in the last lines of its log
     reason: str = ""
+    # from its start to its end
+    seconds: float = 0.0
 
 
 def split_values(text: str) -> list[str]:
@@ -114,56 +118,105 @@ def _name(config: Config, varied: Sequence[str]) -> str:
     return re.sub(r"[^\w.=+-]+", "_", f"{config.method}-{config.sparsity:g}{extra}-seed{config.seed}")
 
 
+@dataclass(frozen=True)
+class _Running:
+    """A run that goes on: its process, the length that its log had before, when it began, and whether at its first step."""
+
+    process: subprocess.Popen[bytes]
+    log_begin: int
+    began: float
+    anew: bool
+
+
 class Sweep:
-    """Runs jobs in processes of their own, up to `at_once` together; a stop signal makes all that run save and end."""
+    """Runs jobs in processes of their own, up to `at_once` together; a stop signal makes all that run save and end.
 
-    def __init__(self, out: Path, at_once: int) -> None:
-        self.out, self.at_once, self.stopped = out, at_once, False
-        # by folder, with the length that its log had before
-        self._running: dict[Path, tuple[subprocess.Popen[bytes], int]] = {}
+    Args:
+        out: where their logs go, in a folder `logs`.
+        at_once: how many run together.
+        limit: the time there is; no run is begun that would not end in it.
+        program: what is given the words of `spartan train`.
+    """
 
-    def run(self, jobs: Sequence[Job], display: "SweepDisplay") -> list[Outcome]:
-        """Every job's outcome, in the order of the jobs; `display` hears of each as it comes."""
+    def __init__(
+        self,
+        out: Path,
+        at_once: int,
+        limit: TimeLimit | None = None,
+        program: Sequence[str] = (sys.executable, "-m", "spartan"),
+    ) -> None:
+        self.out, self.at_once, self.limit, self.program = out, at_once, limit, program
+        self.stopped = False  # by a signal
+        self._running: dict[Path, _Running] = {}
+
+    def run(
+        self, jobs: Sequence[Job], display: "SweepDisplay", tell: Callable[[Outcome], None] = lambda outcome: None
+    ) -> list[Outcome]:
+        """Every job's outcome, in the order of the jobs; `tell`, then `display`, hear of each as it comes."""
         outcomes: dict[Path, Outcome] = {}
+        asked: set[Path] = set()  # runs that were asked to stop
         # Ctrl-C, SIGTERM and a closed terminal stop the sweep in order.
         numbers = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
         with StopSignals(launched=True, numbers=numbers) as signals:
             while len(outcomes) < len(jobs):
-                if signals.caught is not None and not self.stopped:
-                    self.stopped = True
-                    for process, _ in self._running.values():
-                        process.terminate()
+                self.stopped |= signals.caught is not None
+                if self._ending:
+                    for folder in self._running.keys() - asked:
+                        self._running[folder].process.terminate()
+                        asked.add(folder)
+                if self.limit is not None and self.limit.over:
+                    for running in self._running.values():
+                        running.process.kill()
                 for job in jobs:
                     if job.folder not in outcomes and (outcome := self._look_after(job)):
                         outcomes[job.folder] = outcome
+                        tell(outcome)
                         display.outcome(outcome)
                 display.show_epochs(sum(map(epochs_done, self._running)))
                 time.sleep(0.1)
         return [outcomes[job.folder] for job in jobs]
 
+    @property
+    def _ending(self) -> bool:
+        """Whether what runs is to save and end."""
+        return self.stopped or (self.limit is not None and self.limit.left <= 0)
+
     def _look_after(self, job: Job) -> Outcome | None:
         """Start a job when there is room for it, and tell how it ended when it has."""
         log = self.out / "logs" / f"{job.folder.name}.txt"
         if job.folder in self._running:
-            process, begin = self._running[job.folder]
-            code = process.poll()
-            if code is None:
-                return None
-            del self._running[job.folder]
-            if code == 0 and is_finished(job.folder):
-                return Outcome(job, "finished")
-            return Outcome(job, "stopped") if self.stopped else Outcome(job, "failed", _reason(code, log, begin))
-        if not self.stopped and len(self._running) == self.at_once:
+            return self._ended(job, log)
+        if not self._ending and len(self._running) == self.at_once:
             return None
-        if is_finished(job.folder) or self.stopped:
-            return Outcome(job, "skipped" if is_finished(job.folder) else "stopped")
+        if is_finished(job.folder):
+            return Outcome(job, "skipped")
+        if self.stopped:
+            return Outcome(job, "stopped")
+        if self.limit is not None and not self.limit.allows(job):
+            return Outcome(job, "left")
         try:
             self._running[job.folder] = self._start(job, log)
         except OSError as error:
             return Outcome(job, "failed", f"{type(error).__name__}: {error}")
         return None
 
-    def _start(self, job: Job, log: Path) -> tuple[subprocess.Popen[bytes], int]:
+    def _ended(self, job: Job, log: Path) -> Outcome | None:
+        """How a job that was started ended, if it has."""
+        running = self._running[job.folder]
+        code, seconds = running.process.poll(), time.monotonic() - running.began
+        if code is None:
+            return None
+        del self._running[job.folder]
+        if code == 0 and is_finished(job.folder):
+            if self.limit is not None and running.anew:
+                self.limit.add(job, seconds)
+            return Outcome(job, "finished", seconds=seconds)
+        if self._ending:
+            return Outcome(job, "stopped", seconds=seconds)
+        return Outcome(job, "failed", _reason(code, log, running.log_begin), seconds)
+
+    def _start(self, job: Job, log: Path) -> _Running:
+        anew = not is_run(job.folder)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as sink:
             begin = sink.tell()
@@ -175,10 +228,10 @@ class Sweep:
                 env=self._environment(),
                 start_new_session=True,  # Ctrl-C reaches it once, through the sweep
             )
-            return process, begin
+            return _Running(process, begin, time.monotonic(), anew)
 
     def _command(self, job: Job) -> list[str]:
-        base = [sys.executable, "-m", "spartan", "train"]
+        base = [*self.program, "train"]
         if is_run(job.folder):
             return [*base, "--resume", str(job.folder), "--quiet"]
         sets = [word for setting in job.sets for word in ("--set", setting)]
@@ -188,7 +241,7 @@ class Sweep:
         """Several runs share the cores; each taking all of them would slow all of them down."""
         share = max(1, (os.cpu_count() or 1) // self.at_once)
         limits = {"OMP_NUM_THREADS": str(share)} if self.at_once > 1 else {}
-        return limits | dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
+        return limits | dict(os.environ) | {"PYTHONUNBUFFERED": "1", PARENT: str(os.getpid())}
 
 
 def _reason(code: int, log: Path, begin: int, lines: int = 3) -> str:
@@ -198,6 +251,12 @@ def _reason(code: int, log: Path, begin: int, lines: int = 3) -> str:
         text = [line for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return "\n".join([f"{how}; log: {log}", *text[-lines:]])
+
+
+def out_of_time(outcomes: Sequence[Outcome]) -> str:
+    """What a time limit left undone, in words; empty where nothing is."""
+    count = sum(outcome.state in ("left", "stopped") for outcome in outcomes)
+    return f"out of time: {count} of {len(outcomes)} runs are left; the same command goes on with them" if count else ""
 
 
 class SweepDisplay(ProgressBar):
@@ -218,8 +277,10 @@ class SweepDisplay(ProgressBar):
             self._bar.console.print(text, markup=False, highlight=False)
 
     def outcome(self, outcome: Outcome) -> None:
-        """A run ended."""
+        """A run ended, or is not begun for lack of time."""
         self._done += 1
+        if outcome.state == "left":  # there may be many, and they are counted in the end
+            return
         text = f"[{self._done}/{self._total}] {outcome.state} {outcome.job.folder.name}"
         if outcome.state == "finished":
             text += f": {result_line(read_run(outcome.job.folder).summary or {})}"

@@ -70,7 +70,7 @@ class Exploration(Exhibit):
         line = f"correlation with the final mask here: {known}; the paper prints no values"
         notes = [
             "Of up to a million weights, at the end of each epoch. The mean is over epochs between 20% and "
-            "80% of the run."
+            "80% of the run, where the figure has dotted lines."
         ]
         return Shown(line, [table], (lambda: _draw(results)) if have else None, claims, notes)
 
@@ -113,7 +113,7 @@ class Exploration(Exhibit):
                 "The intermediate β_max = 10 is the most accurate, then Top-KAST, then IMP",
                 "Figure 3, Section 3.2",
                 verdict(None if m is None else m.value > 0 for m in (*margins.values(), second)),
-                f"top-1 {words} (the paper: 74.6, 73.5 and 68.2 for β_max = 10, Top-KAST and IMP)",
+                f"top-1: {words} (the paper: 74.6, 73.5 and 68.2 for β_max = 10, Top-KAST and IMP)",
             ),
         ]
 

@@ -59,6 +59,6 @@ class FlopPruning(Exhibit):
                 f"sparsity in %: {told('achieved_sparsity')} (the paper: 95.94 and 89.73)",
             ),
         ]
-        line = f"here: accuracy {told('top1')}; sparsity {told('achieved_sparsity')}. "
-        line += "Published: accuracy 73.88 and 74.13; sparsity 95.94 and 89.73"
+        line = f"here: accuracy: {told('top1')}; sparsity: {told('achieved_sparsity')}. "
+        line += "Published: accuracy: 73.88 and 74.13; sparsity: 95.94 and 89.73"
         return Shown(line, [table], None, claims)

@@ -5,7 +5,7 @@ from typing import Any
 from spartan.app.paper.exhibit import Claim, Exhibit, Shown, register
 from spartan.app.paper.experiments import LENGTHS, Experiment, Scale, net, topkast
 from spartan.app.paper.figures import MARKERS, new_figure
-from spartan.app.paper.judging import listed, verdict
+from spartan.app.paper.judging import beside, listed, verdict
 from spartan.app.paper.published import printed
 from spartan.app.paper.results import Results
 from spartan.app.paper.tables import Table, text_of
@@ -78,7 +78,7 @@ class Length(Exhibit):
             verdict([None if below is None else below < 1]),
             "no results yet"
             if below is None
-            else f"{below:.2f} points below dense after {epochs[-1]} epochs (the paper: 0.69)",
+            else f"{beside(below)} dense after {epochs[-1]} epochs (the paper: 0.69 below)",
         )
         line = (
             f"gains from {epochs[0]} to {epochs[-1]} epochs: {known}. Published, 100 to 400: dense +0.09, "

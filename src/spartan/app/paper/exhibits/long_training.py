@@ -65,7 +65,10 @@ class LongTraining(Exhibit):
         stable = {method: self._stable(results, runs(scale, method)) for method in METHODS}
         claims = [
             Claim(
-                "At 99% Spartan keeps improving with training time", "Section 4.1", verdict(grows), f"epochs {known}"
+                "At 99% Spartan keeps improving with training time",
+                "Section 4.1",
+                verdict(grows),
+                f"by epochs: {known}",
             ),
             Claim(
                 "Top-KAST trains unstably at 99%, where Spartan does not",
@@ -88,12 +91,10 @@ class LongTraining(Exhibit):
             scores, own = results.scores(one), falls(results, one)
             if scores:
                 count += 1
-                spread, fall = max(scores) - min(scores), max(own, default=0.0)
+                spread, fall = max(scores) - min(scores), max(0.0, *own) if own else 0.0
                 worst = max(worst, spread, fall)
-                words.append(
-                    f"{one.config().epochs} epochs: {len(scores)} seeds within {spread:.2f}, end {fall:.2f} "
-                    "below their best"
-                )
+                who = f"{len(scores)} seeds within {spread:.2f} end up to" if len(scores) > 1 else "1 seed ends"
+                words.append(f"{one.config().epochs} epochs: {who} {fall:.2f} below the best epoch")
         return (None if count < len(found) else worst <= FALL), listed(words)
 
 

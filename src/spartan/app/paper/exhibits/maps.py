@@ -66,7 +66,7 @@ def _draw(maps: dict[str, list[list[float]]]) -> Any:
     """A panel a layer: the queries', keys' and values' matrices side by side, as the paper has them."""
     columns = min(3, len(maps))
     lines = -(-len(maps) // columns)
-    figure = new_figure(0.7 + 1.35 * lines)
+    figure = new_figure(0.6 + 1.2 * lines)
     panels = figure.subplots(lines, columns, squeeze=False).flat
     from matplotlib.colors import LinearSegmentedColormap, to_rgb  # type: ignore[import-not-found,unused-ignore]
 

@@ -1,6 +1,7 @@
 """Figure 4, right: what three starts of Sinkhorn's iteration, and Newton's method, add to a training step over β."""
 
 import csv
+from collections.abc import Iterable
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -110,7 +111,7 @@ class Overhead(Exhibit):
                 self.where,
                 "confirmed" if all(sort[b] <= min(cold[b], cached[b]) for b in stored) else "not confirmed",
                 "lowest here: "
-                + ", ".join(f"{_lowest(found, b)} at β = {b:g}" for b in stored)
+                + _lowest(found, stored)
                 + f". At β = {low:g} both make {iterations(low)[WAYS[2]]} passes, and the sort itself costs "
                 f"{sort[low] - cached[low]:.0f}% of a step",
             ),
@@ -128,9 +129,13 @@ class Overhead(Exhibit):
         return Shown(line, [times, counts], lambda: draw(found), claims, notes)
 
 
-def _lowest(found: dict[str, dict[float, float]], beta: float) -> str:
-    """Which of the three starts adds least."""
-    return min(WAYS[:3], key=lambda way: found[way][beta]).removeprefix("Sinkhorn, ")
+def _lowest(found: dict[str, dict[float, float]], betas: Iterable[float]) -> str:
+    """Which of the three starts adds least, and at which β."""
+    where: dict[str, list[str]] = {}
+    for beta in betas:
+        least = min(WAYS[:3], key=lambda way: found[way][beta])
+        where.setdefault(least.removeprefix("Sinkhorn, "), []).append(f"{beta:g}")
+    return "; ".join(f"{way} at β = {', '.join(at)}" for way, at in where.items())
 
 
 def draw(found: dict[str, dict[float, float]]) -> Any:

@@ -116,5 +116,6 @@ def draw() -> Any:
     right.fill_betweenx([0, 1.2], [0, 0.24], color=ink(), alpha=0.12, linewidth=0)
     right.plot([0, 1.1], [0, 1.1], color=ink(), linewidth=0.8, alpha=0.5)
     right.set(xlabel="θ₁", ylabel="θ₂", xlim=(-0.05, 1.2), ylim=(-0.05, 1.5), title="(c) steps and projections")
+    right.set_aspect("equal")  # steps of equal length look it
     right.legend(loc="upper right", frameon=False)
     return figure

@@ -6,7 +6,7 @@ from spartan.app.paper.exhibit import Claim, Exhibit, Shown, register
 from spartan.app.paper.experiments import BLOCKS, Experiment, Scale
 from spartan.app.paper.experiments import vit as run
 from spartan.app.paper.figures import MARKERS, ink, new_figure
-from spartan.app.paper.judging import difference, listed, verdict
+from spartan.app.paper.judging import beside, difference, listed, verdict
 from spartan.app.paper.published import printed
 from spartan.app.paper.results import Results
 from spartan.app.paper.tables import NONE, Table, text_of
@@ -88,7 +88,7 @@ class ViTTable(Exhibit):
             "90% sparse in 16×16 blocks, Spartan loses less than 1% to dense training",
             "Abstract",
             verdict([None if below is None else below < 1]),
-            "no results yet" if below is None else f"{below:.2f} points below dense (the paper: 0.94 at 300 epochs)",
+            "no results yet" if below is None else f"{beside(below)} dense (the paper: 0.94 below, at 300 epochs)",
         )
 
 
@@ -114,12 +114,14 @@ def _draw(results: Results) -> Any:
 
 def _points(axes: Any, found: dict[str, list[float | None]], sides: tuple[int, ...], dense: float | None) -> None:
     """A line a method over structures, and the dense level."""
-    for number, (label, values) in enumerate(found.items()):
+    for number, (label, values) in enumerate(reversed(found.items())):  # Spartan in the first colour, as elsewhere
         known = [(i, value) for i, value in enumerate(values) if value is not None]
-        axes.plot([x for x, _ in known], [y for _, y in known], marker=MARKERS[number], label=label)
-        for x, y in known:
+        axes.plot([x for x, _ in known], [y for _, y in known], marker=MARKERS[number], color=f"C{number}", label=label)
+        for x, y in known:  # the higher one's figure stands above it, the lower one's below
+            others = [other[x] for name, other in found.items() if name != label]
+            above = all(other is None or y > other or (y == other and not number) for other in others)
             axes.annotate(
-                f"{y:.1f}", (x, y), (0, 6 if number else -12), textcoords="offset points", ha="center", fontsize=7
+                f"{y:.1f}", (x, y), (0, 6 if above else -12), textcoords="offset points", ha="center", fontsize=7
             )
     if dense is not None:
         axes.axhline(dense, linestyle=":", color=ink(), label="dense")
