@@ -15,7 +15,7 @@ from spartan.app.paper.results import Record, Results, fingerprint
 from spartan.app.train.config import Config
 
 TRAINED = [one for one in exhibits() if one.kind == "trained"]
-BETAS = {2.5: 0.0, 5.0: 0.3, 10.0: 1.0, 20.0: 0.8, 40.0: 0.5, 80.0: 0.4, 160.0: 0.2}
+BETAS = {2.5: 0.0, 5.0: 0.3, 10.0: 1.0, 20.0: 0.4, 40.0: 0.3, 80.0: 0.2, 160.0: 0.1}
 
 
 def beta_of(config: Config) -> float:

@@ -1,5 +1,6 @@
 """When a difference counts, and when a claim is confirmed: said once, before any run."""
 
+import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ ONE_SEED = 0.5
 RULE = (
     "A is above B if the means differ by more than twice the standard error of the difference, where both "
     "have several seeds, "
-    f"and by more than {ONE_SEED} points where one has a single seed."
+    f"and by more than {ONE_SEED} points where one has a single seed. What grows over several points ends above where it "
+    "began, and no step on the way goes below the one before. "
+    f"Gains and margins differ if they are more than {ONE_SEED} points apart."
 )
 
 
@@ -51,6 +54,22 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference | 
     if min(len(first), len(second)) > 1:
         least = 2 * sum(statistics.variance(x) / len(x) for x in (first, second)) ** 0.5
     return Difference(statistics.fmean(first) - statistics.fmean(second), least)
+
+
+def grows(series: Sequence[Sequence[float]]) -> bool | None:
+    """Whether scores grow along a series; None while one is missing that could decide it.
+
+    Example:
+        >>> grows([[90.0], [90.3], [90.9]]), grows([[90.0], [90.3]]), grows([[90.0], [], [89.0]])
+        (True, False, False)
+    """
+    steps = [difference(b, a) for a, b in itertools.pairwise([x for x in series if x])]
+    if any(step is not None and step.below for step in steps):
+        return False
+    whole = difference(series[-1], series[0])
+    if whole is not None and not whole.above:
+        return False
+    return True if all(series) else None
 
 
 def beside(below: float) -> str:

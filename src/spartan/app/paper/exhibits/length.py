@@ -5,7 +5,7 @@ from typing import Any
 from spartan.app.paper.exhibit import Claim, Exhibit, Shown, register
 from spartan.app.paper.experiments import LENGTHS, Experiment, Scale, net, topkast
 from spartan.app.paper.figures import MARKERS, new_figure
-from spartan.app.paper.judging import beside, listed, verdict
+from spartan.app.paper.judging import ONE_SEED, beside, listed, verdict
 from spartan.app.paper.published import printed
 from spartan.app.paper.results import Results
 from spartan.app.paper.tables import Table, text_of
@@ -62,7 +62,7 @@ class Length(Exhibit):
         table = Table("Top-1 accuracy by training length, %; the paper's are ResNet-50 on ImageNet-1K", header, cells)
         sparse = {row: gain for row, gain in gains.items() if row != "dense"}
         dense = gains["dense"]
-        points = [None if gain is None or dense is None else gain > dense for gain in sparse.values()]
+        points = [None if gain is None or dense is None else gain - dense > ONE_SEED for gain in sparse.values()]
         known = listed(f"{row} {gain:+.2f}" for row, gain in gains.items() if gain is not None)
         claim = Claim(
             "More epochs improve sparse models more than dense ones",

@@ -1,12 +1,11 @@
 """Table 2 and Section 4.1: 99% sparsity, trained ever longer; and whether Top-KAST stays stable there."""
 
-import itertools
 from typing import Any
 
 from spartan.app.paper.exhibit import Claim, Exhibit, Shown, register
 from spartan.app.paper.experiments import LENGTHS, LONGEST, SEEDS, Experiment, Scale, net, topkast
 from spartan.app.paper.figures import MARKERS, new_figure
-from spartan.app.paper.judging import listed, verdict
+from spartan.app.paper.judging import grows, listed, verdict
 from spartan.app.paper.published import printed
 from spartan.app.paper.results import Results
 from spartan.app.paper.tables import Table, text_of
@@ -59,15 +58,14 @@ class LongTraining(Exhibit):
         table = Table(
             f"Top-1 accuracy at 99% by epochs, % (the paper's Spartan, {paper})", ["method", *map(str, epochs)], cells
         )
-        ours = [None if score is None else score.mean for score in scores["Spartan"]]
-        grows = [None if a is None or b is None else b > a for a, b in itertools.pairwise(ours)]
+        rising = grows([results.scores(one) for one in runs(scale, "Spartan")])
         known = listed(f"{e}: {s}" for e, s in zip(epochs, scores["Spartan"], strict=True) if s is not None)
         stable = {method: self._stable(results, runs(scale, method)) for method in METHODS}
         claims = [
             Claim(
                 "At 99% Spartan keeps improving with training time",
                 "Section 4.1",
-                verdict(grows),
+                verdict([rising]),
                 f"by epochs: {known}",
             ),
             Claim(

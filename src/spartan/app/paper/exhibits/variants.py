@@ -58,7 +58,7 @@ class Variants(Exhibit):
             ours = results.scores(run(scale, "Spartan", s))
             for row in list(rows_of(scale))[:-1]:
                 margin = difference(ours, results.scores(run(scale, row, s)))
-                points.append(None if margin is None else margin.value > 0)
+                points.append(None if margin is None else margin.above)
                 if margin is not None:
                     words.append(f"{100 * s:g}%: {margin} over {row.removeprefix('Top-KAST ')}")
         claim = Claim(
