@@ -6,6 +6,7 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags, why_no_kernels
+from spartan.solvers.chunks.rows import ChunkRows
 from spartan.solvers.chunks.solver import ChunkSolver
 from spartan.solvers.frozen import FrozenSolver
 from spartan.solvers.sharded import ShardedSolver
@@ -15,7 +16,7 @@ from spartan.solvers.torch import TorchSolver
 def solver_for(problem: Problem, flags: Flags, kernels: str, alias: bool = False) -> TorchSolver:
     """The solver of a part; with `alias`, where w = θ always and nothing is to be done, plain torch."""
     why = "nothing to do" if alias else why_no_kernels(problem, kernels)
-    kinds: list[type[TorchSolver]] = [ChunkSolver, ShardedSolver]
+    kinds: list[type[TorchSolver]] = [ChunkSolver if problem.pattern.rows is None else ChunkRows, ShardedSolver]
     if not why:  # Triton is imported where it runs
         from spartan.solvers.triton.blocks import BlockSolver
         from spartan.solvers.triton.rows import RowSolver
