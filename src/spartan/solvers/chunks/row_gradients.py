@@ -56,30 +56,23 @@ class ChunkRowGradients(ChunkRowMasks):
                 x = piece.shaped(g)
                 torch.where(piece.of_units(mask), x, zero, out=x)
             return
-        if by != KEPT:
-            factors = self._factors_of(by)
+        if by == KEPT:
             for piece, g in self.beside(grads):
-                f = factors(piece, piece.read(piece.theta, 0))
-                x = piece.columns(g)
-                piece.write(piece.read(x, 0).mul_(f), x)
+                columns.only(g, piece.kept(self.a.n, 0), g)
             return
+        factors = self._factors_of(by)
         for piece, g in self.beside(grads):
-            x, u = piece.columns(g), piece.magnitude(piece.read(piece.theta, 0), 0)
-            kept = columns.keep(u, self.a.n, piece.room, piece.room.blocks[1])
-            piece.write(columns.only(piece.read(x, 0), kept, piece.room.blocks[0]), x)
+            g.mul_(factors(piece))
 
-    def _factors_of(self, by: Where) -> Callable[[RowPiece, Tensor], Tensor]:
-        """The factors of a piece from its θ, in block 2: c + (b − c)·[B] + (a − b)·[A]; takes block 1."""
+    def _factors_of(self, by: Where) -> Callable[[RowPiece], Tensor]:
+        """The factors of a piece: c + (b − c)·[B] + (a − b)·[A]."""
 
-        def factors(piece: RowPiece, theta: Tensor) -> Tensor:
+        def factors(piece: RowPiece) -> Tensor:
             a, b, c = (_of(x, piece) for x in (by.a, by.b, by.c))
             if self.b is None:
                 c = b  # everything is in B
-            u, room = piece.magnitude(theta, 1), piece.room
-            found = columns.keep(u, self.a.n, room, room.blocks[2]).mul_(a - b).add_(c)
-            if c != b:
-                found.add_(columns.keep(u, self.b.n, room, room.blocks[3]), alpha=b - c)
-            return found
+            found = piece.kept(self.a.n, 0).mul_(a - b).add_(c)
+            return found if c == b else found.add_(piece.kept(self.b.n, 1), alpha=b - c)
 
         return factors
 
@@ -91,9 +84,7 @@ class ChunkRowGradients(ChunkRowMasks):
         assert form.decay is not None
         factors, alpha = self._factors_of(form.decay), 1.0 if scale is None else float(scale)
         for piece, g in self.beside(grads):
-            theta, x = piece.read(piece.theta, 0), piece.columns(g)
-            added = factors(piece, theta).mul_(theta)
-            piece.write(piece.read(x, 0).add_(added, alpha=alpha), x)
+            g.add_(factors(piece).mul_(piece.theta), alpha=alpha)
 
     def pace(self, form: Form, which: Sequence[int]) -> None:
         """Of these parameters, which an optimizer has moved away from θ: let them go as far as the form says."""
@@ -104,31 +95,26 @@ class ChunkRowGradients(ChunkRowMasks):
             return
         assert form.pace is not None
         factors = self._factors_of(form.pace)
-        for piece, parameter in self.beside(moved):
-            theta, x = piece.read(piece.theta, 0), piece.columns(parameter)
-            f = factors(piece, theta)
-            piece.write(torch.lerp(theta, piece.read(x, 1), f, out=theta), x)
+        for piece, x in self.beside(moved):
+            torch.lerp(piece.theta, x, factors(piece), out=x)
 
     # ------------------------------------------------------------------ through masks
 
     def _pull(self, grads: Grads) -> None:
         """m·g + sign(θ)·(∂u/∂|θ|)·βm(1−m)·(g·θ − a₁/a₂), with the sums over each row."""
         self.solve_all()
-        for piece, given in self.beside(grads):
-            theta, room, at = piece.read(piece.theta, 0), piece.room, piece.columns(given)
-            m = self.soft(piece, piece.magnitude(theta, 1), 1)
-            slope, pulled = torch.addcmul(m, m, m, value=-1.0, out=room.blocks[2]), room.blocks[3]
-            a1, a2, flat = room.lines[:3]
+        for piece, g in self.beside(grads):
+            room, (a1, a2, flat) = piece.room, piece.room.lines[:3]
+            m = self.soft(piece, piece.magnitude(1), 1)
+            pull, slope = piece.product(g, 3), torch.addcmul(m, m, m, value=-1.0, out=room.blocks[2])
             torch.sum(slope, 0, out=a2)
-            torch.mul(theta, piece.read(at, 3), out=pulled)
-            torch.sum(times_slope(pulled, m, grad_input=pulled), 0, out=a1)
-            torch.eq(a2, 0.0, out=flat)
+            torch.sum(times_slope(pull, m, grad_input=pull), 0, out=a1)
             # Where the mask is flat, so is what it pulls: a₁ = 0.
-            ratio = a1.div_(a2.add_(flat))
-            pulled.addcmul_(slope, ratio.neg_())
-            pulled.mul_(torch.sign(theta, out=theta))
-            g = piece.read(at, 0).mul_(m)
-            piece.write(g.add_(pulled, alpha=self.dual.beta[piece.segment] * piece.factor), at)
+            ratio = a1.div_(a2.add_(torch.eq(a2, 0.0, out=flat)))
+            pull.addcmul_(slope, ratio, value=-1.0)
+            g.mul_(piece.laid(m, 0))
+            found = piece.laid(pull, 1).mul_(torch.sign(piece.theta, out=room.blocks[2].view(-1)))
+            g.add_(found, alpha=self.dual.beta[piece.segment] * piece.factor)
 
     def teach(self, form: Form, grads: Grads) -> None:
         """The gradient of learned ranks, into their `.grad`: g·θ of their unit, where their mask is stored."""
@@ -138,18 +124,14 @@ class ChunkRowGradients(ChunkRowMasks):
         parameter = self.state.learned[form.learned]
         fresh = parameter.grad is None
         whole = torch.empty_like(parameter.detach()) if parameter.grad is None else parameter.grad
-        flat = [None if g is None else self.problem.targets[i].flatten(g.detach()) for i, g in enumerate(grads)]
-        thetas = [self.problem.targets[i].flatten(theta) for i, theta in enumerate(self.theta.views)]
-        for piece in self._pieces:
-            g, out = flat[piece.i], piece.of_units(whole)
-            if g is None and fresh:
-                out.zero_()
-            elif g is None:
-                continue
-            elif fresh:
-                torch.mul(piece.shaped(g), piece.shaped(thetas[piece.i]), out=out)
+        if fresh and any(g is None for g in grads):
+            whole.zero_()
+        for piece, g in self.beside(grads):
+            out, x, theta = piece.of_units(whole), piece.shaped(g), piece.shaped(piece.theta)
+            if fresh:
+                torch.mul(x, theta, out=out)
             else:
-                out.addcmul_(piece.shaped(g), piece.shaped(thetas[piece.i]))
+                out.addcmul_(x, theta)
         parameter.grad = whole
 
 

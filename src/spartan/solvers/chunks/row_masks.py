@@ -80,12 +80,12 @@ class ChunkRowMasks(TorchSolver):
         self._pieces, self.solved = cut_up(self.problem, self.theta.views), None
 
     def beside(self, tensors: Sequence[Tensor | None]) -> Iterator[tuple[RowPiece, Tensor]]:
-        """Each piece and other tensors, flat, where there are any; they lie as the weights do."""
+        """Each piece and that of other tensors, where there are any and they lie as the weights do."""
         flat = [None if x is None else self.problem.targets[i].flatten(x.detach()) for i, x in enumerate(tensors)]
         for piece in self._pieces:
             x = flat[piece.i]
             if x is not None:
-                yield piece, x
+                yield piece, x[piece.here]
 
     # ------------------------------------------------------------------ masks
 
@@ -119,7 +119,7 @@ class ChunkRowMasks(TorchSolver):
         if self.solved is not self.dual:
             self.make_room()
             for piece in self._pieces:
-                self.solve_piece(piece, piece.magnitude(piece.read(piece.theta, 0), 0))
+                self.solve_piece(piece, piece.magnitude(0))
             self.solved = self.dual
 
     def make_room(self) -> None:

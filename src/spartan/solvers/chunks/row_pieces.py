@@ -1,6 +1,7 @@
 """Cuts weights of which n of every m are kept into pieces of whole outputs, and reads these as m columns.
 
-A piece is turned into columns by a product with 1, since copying a transposed tensor takes five times as long.
+Only what is decided goes by columns, as a product with 1: to copy a transposed tensor takes five times as long. What is
+done then goes by the order of memory.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spartan.ops import columns
 from spartan.ops.columns import Room
 from spartan.problem.problem import Problem
 from spartan.solvers.chunks.pieces import shrunk_mask
@@ -29,38 +31,45 @@ class RowPiece(NamedTuple):
     here: slice  # where it is in the target
     units: slice  # where it is among all units
     rows: slice  # where its rows are among all rows
-    theta: Tensor  # as columns
+    theta: Tensor  # in the order of memory, as gradients and weights
     room: Room
 
     def columns(self, x: Tensor) -> Tensor:
-        """A view of a target that lies flat, here, as m columns."""
-        x = x[self.here]
+        """A view of what lies in the order of memory as m columns."""
         return x.view(-1, self.m).t() if self.kernel == 1 else x.view(-1, self.m, self.kernel).transpose(0, 1)
 
+    def shaped(self, x: Tensor) -> Tensor:
+        """A view of it shaped as units are below: outputs × inputs × kernel, or flat."""
+        return x if self.kernel == 1 else x.view(self.outputs, -1, self.kernel)
+
     def of_units(self, x: Tensor) -> Tensor:
-        """A view of a vector of all units, here, in the order of memory: outputs × inputs × kernel, or flat."""
+        """A view of a vector of all units, here, in the order of memory."""
         x = x[self.units]
         return x if self.kernel == 1 else x.view(self.outputs, self.kernel, -1).transpose(1, 2)
 
-    def shaped(self, x: Tensor) -> Tensor:
-        """A view of a target that lies flat, here, shaped as its units are."""
-        x = x[self.here]
-        return x if self.kernel == 1 else x.view(self.outputs, -1, self.kernel)
+    def magnitude(self, block: int) -> Tensor:
+        """u as columns, in this block of the room."""
+        found, theta = self.room.blocks[block], self.columns(self.theta)
+        torch.abs(theta, out=found.view(theta.shape))
+        return found if self.factor == 1.0 else found.mul_(self.factor)
 
-    def read(self, x: Tensor, block: int) -> Tensor:
-        """Columns into this block of the room."""
-        found = self.room.blocks[block]
-        torch.mul(x, 1.0, out=found.view(x.shape))
+    def product(self, x: Tensor, block: int) -> Tensor:
+        """x · θ as columns."""
+        found, one, other = self.room.blocks[block], self.columns(x), self.columns(self.theta)
+        torch.mul(one, other, out=found.view(one.shape))
         return found
 
-    def write(self, x: Tensor, out: Tensor) -> None:
-        """The columns x into a view of columns."""
+    def laid(self, x: Tensor, block: int) -> Tensor:
+        """Columns in the order of memory."""
+        found = self.room.blocks[block].view(-1)
+        out = self.columns(found)
         torch.mul(x.view(out.shape), 1.0, out=out)
+        return found
 
-    def magnitude(self, theta: Tensor, block: int) -> Tensor:
-        """u, from θ in the room, into this block."""
-        u = torch.abs(theta, out=self.room.blocks[block])
-        return u if self.factor == 1.0 else u.mul_(self.factor)
+    def kept(self, n: int, block: int) -> Tensor:
+        """1 at the n largest of each row, else 0, in the order of memory; takes the two blocks after this one too."""
+        u = self.magnitude(block + 1)
+        return self.laid(columns.keep(u, n, self.room, self.room.blocks[block + 2]), block)
 
 
 def cut_up(problem: Problem, thetas: Sequence[Tensor]) -> list[RowPiece]:
@@ -80,24 +89,24 @@ def cut_up(problem: Problem, thetas: Sequence[Tensor]) -> list[RowPiece]:
                 rooms[size] = Room(m, size, theta.dtype)
             kernel = view[0, 0].numel()
             facts = i, problem.segment_of[i], problem.factors[i], m, count, kernel, here, units, rows
-            piece = RowPiece(*facts, theta, rooms[size])
-            found.append(piece._replace(theta=piece.columns(theta)))
+            found.append(RowPiece(*facts, theta[here], rooms[size]))
     return found
 
 
-def shrink(piece: RowPiece, u: Tensor, tau: Tensor, kept: Tensor, by: Shrunk) -> Tensor:
-    """(1 − (τ/u)ᵖ)^(1/p) where kept, in block 3; takes block 1, where u is."""
-    sums = None
+def shrunk(piece: RowPiece, n: int, by: Shrunk) -> Tensor:
+    """(1 − (τ/u)ᵖ)^(1/p) at the n largest of each row as columns, in block 2; takes blocks 1 and 3."""
+    u, mask, kept, tau = piece.magnitude(1), *piece.room.blocks[2:4], piece.room.lines[7]
+    columns.keep(u, n, piece.room, kept, below=tau)
+    scale = None
     if by.row_scale:
         # u is a multiple of |θ| that is the same for all of an output.
-        whole, left = (
-            x.view(piece.m, piece.outputs, -1).sum((0, 2)).div_(piece.factor)
-            for x in (u, torch.mul(u, kept, out=piece.room.blocks[3]))
+        left, whole = (
+            x.view(piece.m, piece.outputs, -1).sum((0, 2)).div_(piece.factor * (x.numel() // piece.outputs))
+            for x in (torch.mul(u, kept, out=mask), u)
         )
-        count = u.numel() // piece.outputs
-        sums = 1.01 / ((left / count + 1e-6) / (whole / count + 1e-6) + 0.01)
+        scale = 1.01 / ((left + 1e-6) / (whole + 1e-6) + 0.01)
     u.clamp_(min=torch.finfo(u.dtype).tiny)  # of a weight that is 0 the mask does not matter, but is to be a number
-    mask = shrunk_mask(u, tau, by.p, piece.room.blocks[3], u)
-    if sums is not None:
-        mask.view(piece.m, piece.outputs, -1).mul_(sums[None, :, None])
-    return mask
+    shrunk_mask(u, tau, by.p, mask, u)
+    if scale is not None:
+        mask.view(piece.m, piece.outputs, -1).mul_(scale[:, None])
+    return columns.only(mask, kept, mask)
