@@ -51,10 +51,9 @@ class ChunkRowGradients(ChunkRowMasks):
     def _scale(self, form: Form, by: Where, grads: Grads) -> None:
         """g times a factor on A, on B∖A and on the rest."""
         if isinstance(form.mask, Stored):
-            mask, zero = self.state.per_unit[form.mask.name], torch.zeros((), dtype=self.dtype)
+            mask = self.state.per_unit[form.mask.name]
             for piece, g in self.beside(grads):
-                x = piece.shaped(g)
-                torch.where(piece.of_units(mask), x, zero, out=x)
+                columns.only(g, piece.stored(mask, 0), g)
             return
         if by == KEPT:
             for piece, g in self.beside(grads):

@@ -16,7 +16,8 @@ from spartan.problem.problem import Problem
 from spartan.solvers.chunks.pieces import shrunk_mask
 from spartan.solvers.forms import Shrunk
 
-LENGTH = 1 << 18  # weights of a piece; columns must be long enough for two threads
+LENGTH = 1 << 19  # weights of a piece at most
+ROWS = 1 << 16  # rows of a piece: enough for an operation on a column to be done by two threads
 
 
 class RowPiece(NamedTuple):
@@ -46,6 +47,12 @@ class RowPiece(NamedTuple):
         """A view of a vector of all units, here, in the order of memory."""
         x = x[self.units]
         return x if self.kernel == 1 else x.view(self.outputs, self.kernel, -1).transpose(1, 2)
+
+    def stored(self, mask: Tensor, block: int) -> Tensor:
+        """A mask of bools as 1 and 0, in the order of memory; to choose by random bools takes twenty times as long."""
+        found = self.room.blocks[block].view(-1)
+        self.shaped(found).copy_(self.of_units(mask.view(torch.uint8)))
+        return found
 
     def magnitude(self, block: int) -> Tensor:
         """u as columns, in this block of the room."""
@@ -78,7 +85,7 @@ def cut_up(problem: Problem, thetas: Sequence[Tensor]) -> list[RowPiece]:
     for i, (view, target) in enumerate(zip(thetas, problem.targets, strict=True)):
         theta, first = target.flatten(view), problem.slices[i].start
         outputs, each = view.shape[0], view[0].numel()
-        some = max(1, LENGTH // each)
+        some = max(1, min(LENGTH, m * ROWS) // each)
         for start in range(0, outputs, some):
             count = min(some, outputs - start)
             here = slice(start * each, (start + count) * each)

@@ -20,9 +20,9 @@ class ChunkRows(ChunkRowGradients):
         """w = [kept] ⊙ mask ⊙ θ into the parameters; exactly +0.0 where not kept."""
         assert form is not None
         if isinstance(form.mask, Stored) and self.by_stored(form):
-            mask, zero = self.state.per_unit[form.mask.name], torch.zeros((), dtype=self.dtype)
+            mask = self.state.per_unit[form.mask.name]
             for piece, w in self.beside([t.local for t in self.problem.targets]):
-                torch.where(piece.of_units(mask), piece.shaped(piece.theta), zero, out=piece.shaped(w))
+                columns.only(piece.theta, piece.stored(mask, 0), w)
         elif not self.plainly(form):
             super().write(form)
         elif form.mask is Mask.SOFT:
