@@ -189,7 +189,7 @@ def _start_from_the_mean(z: Tensor, n: int, offset: Tensor, square: Tensor, line
     torch.sum(torch.mul(z, z, out=square), 0, out=var).div_(m).sub_(torch.mul(mean, mean, out=less))
     # Σ sigmoid(z + s)/m = σ(s + mean) + ½σ''·var, and σ''/σ' = 1 − 2n/m at the root.
     start = mean.neg_().sub_(var, alpha=0.5 * (1.0 - 2.0 * n / m)).add_(math.log(n) - math.log(m - n))
-    offset.add_(start.sub_(offset).mul_(near))
+    offset.add_(only(start.sub_(offset), near, start))
 
 
 def soft(u: Tensor, center: Tensor, offset: Tensor, beta: float, out: Tensor) -> Tensor:
