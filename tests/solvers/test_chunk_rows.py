@@ -15,7 +15,9 @@ from spartan.methods import ST3, SpartanLearned  # type: ignore[attr-defined]
 from spartan.solvers.chunks import row_masks, row_pieces
 from spartan.solvers.chunks.rows import ChunkRows
 from spartan.solvers.forms import KEPT, VJP, Form, Mask, Shrunk, Where
+from tests.contract import test_contract as contract
 from tests.contract.cases import METHODS as ALL
+from tests.contract.cases import Case
 from tests.solvers.building import build, problem_of, set_theta, weights_of
 
 METHODS = {name: x for name, x in ALL.items() if not x.refuses_nm and name not in ("dense", "fixed")} | {
@@ -27,6 +29,12 @@ METHODS = {name: x for name, x in ALL.items() if not x.refuses_nm and name not i
     "learned-hard": SpartanLearned(beta=constant(float("inf"))),
 }
 PATTERNS = [NM(1, 4), NM(2, 4), NM(2, 8), NM(3, 5), NM(4, 16), NM(5, 32)]
+PROMISES = [
+    contract.test_the_gradient_is_the_vjp_of_the_expression,
+    contract.test_a_closed_form_agrees_with_the_vjp_when_gradients_are_missing,
+    contract.test_the_budget_is_exact_at_every_step_from_when_the_model_is_sparse,
+    contract.test_two_micro_batches_are_one_batch,
+]
 each_method = pytest.mark.parametrize("name", list(METHODS))
 each_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 
@@ -91,6 +99,15 @@ def check_same(plain: Any, fast: Any, rtol: float, atol: float) -> None:
     for a, b in zip(plain[0].parameters(), fast[0].parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
     assert fast[2].stats.cost == plain[2].stats.cost
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+@pytest.mark.parametrize("name", [name for name, x in ALL.items() if not x.refuses_nm])
+def test_what_every_method_promises(name: str, promise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its models are small."""
+    monkeypatch.setattr(row_masks, "WORTH", 0)
+    monkeypatch.setattr(row_pieces, "LENGTH", 50)
+    promise(Case(name, "nm", "global", "params"))
 
 
 @each_pattern
