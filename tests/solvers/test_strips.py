@@ -28,7 +28,7 @@ from spartan.methods.base import Method
 from spartan.problem.axes import PLAIN, Axes
 from spartan.problem.patterns import Pattern
 from spartan.solvers.chunks import strips
-from spartan.solvers.chunks.units import StripSolver
+from spartan.solvers.chunks.units import ChunkUnits
 from spartan.solvers.forms import KEPT, VJP, Along, Form, Mask, Shrunk, Where
 from spartan.solvers.torch import TorchSolver
 from tests.contract.kinds import Hurried
@@ -163,7 +163,7 @@ def test_every_form_is_that_of_plain_torch(form: str, pattern: str, layout: str)
     grads: list[Tensor | None] = [torch.randn(t.shape, generator=rng, dtype=torch.float64) for t in thetas]
     grads[1] = None
     found, declared = [], FORMS[form]
-    for kind in (TorchSolver, StripSolver):
+    for kind in (TorchSolver, ChunkUnits):
         problem = problem_of(thetas, PATTERNS[pattern], prices=[1.0, 2.5, 0.3], value_power=0.5, axes=axes)
         solver = build(kind, problem)
         solver.solve([0.3 * problem.total], [7.0] if declared.mask is Mask.SOFT else None)
@@ -179,8 +179,8 @@ def test_every_form_is_that_of_plain_torch(form: str, pattern: str, layout: str)
                     w.sub_(0.125)
                 solver.pace(declared, [0, 2])
         found.append([solver.scores(), *weights, *some, *weights_of(solver)])
-        if kind is StripSolver:
-            assert StripSolver.why_not(problem, "auto") in ("", "few weights")
+        if kind is ChunkUnits:
+            assert ChunkUnits.why_not(problem, "auto") in ("", "few weights")
             kept = solver.per_target(solver.spread(solver.kept(declared)))
             assert not any(w[~k].signbit().any() for w, k in zip(weights, kept, strict=True))
     for a, b in zip(*found, strict=True):
@@ -190,7 +190,7 @@ def test_every_form_is_that_of_plain_torch(form: str, pattern: str, layout: str)
 def test_units_are_read_again_when_theta_has_moved() -> None:
     """Whoever moves it: the optimizer, a method, what was saved."""
     theta = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    solver = build(StripSolver, problem_of([theta], Block(8, 8)))
+    solver = build(ChunkUnits, problem_of([theta], Block(8, 8)))
     before = solver.scores()
     assert solver.scores() is before
     with torch.no_grad():
@@ -210,12 +210,12 @@ def test_units_are_read_again_when_theta_has_moved() -> None:
 
 def test_what_has_another_layout_is_left_to_plain_torch() -> None:
     theta = torch.randn(64, 16, 4, 4).contiguous(memory_format=torch.channels_last)
-    assert "row-major" in StripSolver.why_not(problem_of([theta], Block(4, 4)), "auto")
+    assert "row-major" in ChunkUnits.why_not(problem_of([theta], Block(4, 4)), "auto")
     turned = problem_of([torch.randn(2, 32, 64)], Block(4, 4), axes=Axes(swapped=True, stacked=True))
-    assert "row-major" in StripSolver.why_not(turned, "auto")
-    assert "float32" in StripSolver.why_not(problem_of([torch.randn(64, 64).bfloat16()], Block(4, 4)), "auto")
+    assert "row-major" in ChunkUnits.why_not(turned, "auto")
+    assert "float32" in ChunkUnits.why_not(problem_of([torch.randn(64, 64).bfloat16()], Block(4, 4)), "auto")
     theta = torch.randn(64, 64)
-    solver = build(StripSolver, problem_of([theta], Block(4, 4)))
+    solver = build(ChunkUnits, problem_of([theta], Block(4, 4)))
     solver.solve([0.5 * 4096])
     g = torch.randn(64, 64).t()
     (found,) = solver.turn(Form(back=KEPT), [g.clone(memory_format=torch.preserve_format)])

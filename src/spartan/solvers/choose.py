@@ -6,8 +6,9 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags, why_no_kernels
+from spartan.solvers.chunks.rows import ChunkRows
 from spartan.solvers.chunks.solver import ChunkSolver
-from spartan.solvers.chunks.units import StripSolver
+from spartan.solvers.chunks.units import ChunkUnits
 from spartan.solvers.frozen import FrozenSolver
 from spartan.solvers.sharded import ShardedSolver
 from spartan.solvers.torch import TorchSolver
@@ -16,7 +17,7 @@ from spartan.solvers.torch import TorchSolver
 def solver_for(problem: Problem, flags: Flags, kernels: str, alias: bool = False) -> TorchSolver:
     """The solver of a part; with `alias`, where w = θ always and nothing is to be done, plain torch."""
     why = "nothing to do" if alias else why_no_kernels(problem, kernels)
-    kinds: list[type[TorchSolver]] = [ChunkSolver if problem.pattern.single else StripSolver, ShardedSolver]
+    kinds: list[type[TorchSolver]] = [in_chunks(problem), ShardedSolver]
     if not why:  # Triton is imported where it runs
         from spartan.solvers.triton.blocks import BlockSolver
         from spartan.solvers.triton.rows import RowSolver
@@ -39,6 +40,13 @@ def solver_for(problem: Problem, flags: Flags, kernels: str, alias: bool = False
     solver = TorchSolver(problem, flags, alias)
     solver.why = reasons[1 if on_cpu else 0]
     return solver
+
+
+def in_chunks(problem: Problem) -> type[TorchSolver]:
+    """What goes through weights of this pattern in pieces, on a CPU."""
+    if problem.pattern.single:
+        return ChunkSolver
+    return ChunkUnits if problem.pattern.rows is None else ChunkRows
 
 
 def frozen_solver_for(

@@ -121,7 +121,7 @@ def soft_mask(u: Tensor, center: float, offset: float, beta: float, out: Tensor)
     return torch.add(u.new_tensor(offset), z, alpha=beta, out=out).sigmoid_()
 
 
-def shrunk_mask(u: Tensor, tau: float, p: float, out: Tensor, rest: Tensor) -> Tensor:
+def shrunk_mask(u: Tensor, tau: float | Tensor, p: float, out: Tensor, rest: Tensor) -> Tensor:
     """(1 − (τ/u)ᵖ)^(1/p) above τ > 0; what it is elsewhere does not matter. It takes `rest`."""
     # x = 1 − τ/u without cancellation, and 0 below τ, since powers of negative numbers are slow.
     x = torch.sub(u, tau, out=out).div_(u).clamp_(min=0.0)

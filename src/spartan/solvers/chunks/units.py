@@ -15,7 +15,7 @@ from spartan.solvers.torch import TorchSolver
 from spartan.solvers.units import masked, times
 
 
-class StripSolver(TorchSolver):
+class ChunkUnits(TorchSolver):
     """Plain torch for what is said of units; what they are read from and written to goes strip by strip, in place."""
 
     name = "chunks"
