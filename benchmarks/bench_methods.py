@@ -59,13 +59,16 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", choices=("wrn22", "resnet50", "vit16"), default="wrn22")
     parser.add_argument("--pattern", type=pattern_of, help="with --in-step; single weights by default")
+    parser.add_argument(
+        "--kernels", choices=("auto", "torch"), default="auto", help="with --in-step: torch is plain torch"
+    )
     parser.add_argument("--in-step", action="store_true", help="time optimizer.step() alone")
     parser.add_argument("--one-thread", action="store_true", help="with --in-step: processor time of one thread")
     args = parser.parse_args()
     args.batch = args.batch or (32 if args.in_step else 256)
     args.steps = args.steps or (8 if args.in_step else 100)
-    if args.pattern and not args.in_step:
-        parser.error("--pattern goes with --in-step")
+    if (args.pattern or args.kernels != "auto") and not args.in_step:
+        parser.error("--pattern and --kernels go with --in-step")
     if args.one_thread:
         torch.set_num_threads(1)
     torch.backends.cudnn.benchmark = True
@@ -228,7 +231,7 @@ def in_step(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
             {
                 **facts(device), "threads": torch.get_num_threads(), "model": args.model,
                 "method": name, "sparsity": args.sparsity,
-                "pattern": repr(args.pattern or Unstructured()), "batch": args.batch,
+                "pattern": repr(args.pattern or Unstructured()), "kernels": args.kernels, "batch": args.batch,
                 "dense_ms": round(dense, 1), "update_ms": round(update, 2), "added_ms": round(added, 2),
                 "percent": round(100 * added / dense, 3), "learned_ms": round(learned, 2), "rewiring_ms": round(rewiring, 2),
             }
@@ -248,9 +251,8 @@ VARIANTS: dict[str, Any] = {
 def in_step_of(name: str, model: nn.Module, grads: Any, args: argparse.Namespace) -> tuple[float, float, float]:
     """Milliseconds of `optimizer.step()`; more of them where masks are rewired, by step; those of learned parameters."""
     optimizer, total = sgd(model), 10_000
-    what: dict[str, Any] = {"count": "model"}
-    if args.pattern:
-        what = {"pattern": args.pattern, "exclude": EDGES}
+    what: dict[str, Any] = {"pattern": args.pattern, "exclude": EDGES} if args.pattern else {"count": "model"}
+    what["kernels"] = args.kernels
     sparsifier = spartan.Sparsifier(model, args.sparsity, total, VARIANTS.get(name, name), **what).attach(optimizer)
     run = sparsifier._run
     run.gradients.paused = True  # the step turns them then, in its own time
