@@ -239,7 +239,11 @@ def in_step(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-EDGES = ("conv1.*", "conv_proj.*", "heads.*", "fc.*")  # stay dense under a pattern
+EDGES = {
+    "vit16": ("conv_proj.*", "heads.*"),
+    "resnet50": ("conv1.*", "fc.*"),
+    "wrn22": None,
+}  # stay dense under a pattern
 
 # Settings that do other work than the defaults.
 VARIANTS: dict[str, Any] = {
@@ -251,7 +255,9 @@ VARIANTS: dict[str, Any] = {
 def in_step_of(name: str, model: nn.Module, grads: Any, args: argparse.Namespace) -> tuple[float, float, float]:
     """Milliseconds of `optimizer.step()`; more of them where masks are rewired, by step; those of learned parameters."""
     optimizer, total = sgd(model), 10_000
-    what: dict[str, Any] = {"pattern": args.pattern, "exclude": EDGES} if args.pattern else {"count": "model"}
+    what: dict[str, Any] = (
+        {"pattern": args.pattern, "exclude": EDGES[args.model]} if args.pattern else {"count": "model"}
+    )
     what["kernels"] = args.kernels
     sparsifier = spartan.Sparsifier(model, args.sparsity, total, VARIANTS.get(name, name), **what).attach(optimizer)
     run = sparsifier._run

@@ -168,7 +168,11 @@ class Masks(Units):
         # Without cancellation: x = 1 − τ/u, and 1 − (1 − x)ᵖ = −expm1(p·log1p(−x)) keeps its digits where x is small.
         x = torch.where(above, (u - tau) / torch.where(above, u, 1.0), 1.0)
         mask = masked(x if by.p == 1.0 else (-torch.expm1(by.p * torch.log1p(-x))) ** (1.0 / by.p), kept)
-        return mask * row_scales(self, kept) if by.row_scale else mask
+        return mask * self.scales_of_rows(kept) if by.row_scale else mask
+
+    def scales_of_rows(self, kept: Tensor) -> Tensor:
+        """What a mask is multiplied by where outputs are to keep their size, per unit."""
+        return row_scales(self, kept)
 
 
 def row_scales(units: Units, kept: Tensor) -> Tensor:

@@ -9,5 +9,5 @@ The threshold and τ start from the last step's. The former is exact wherever th
 the former, so that a resumed run goes on as if it had never stopped.
 
 Units of several weights are few, and what is said of them is left to plain torch; the weights that they are read from and
-written to go by strips of whole rows (`strips`, `units`).
+written to go by strips of whole rows (`strips`, `unit_sums`, `units`).
 """
