@@ -8,11 +8,20 @@ from torch import Tensor
 
 from spartan.solvers.base import Grads
 from spartan.solvers.chunks.masks import ChunkMasks, thresholds
-from spartan.solvers.chunks.pieces import Piece, ones_where_kept, only_kept, slope_of, times_slope, value_of
+from spartan.solvers.chunks.pieces import (
+    Piece,
+    as_bytes,
+    ones_where_kept,
+    only_kept,
+    slope_of,
+    times_slope,
+    value_of,
+    where_above,
+)
 from spartan.solvers.chunks.search import largest_below
 from spartan.solvers.forms import KEPT, LEAST, VJP, Along, Form, Mask, PerSegment, Shifted, Stored, Where
 
-# What is kept of a piece: x there and +0.0 elsewhere, into a third tensor.
+# What is kept of a piece: x there and +0.0 elsewhere, into a third tensor; it takes room 0.
 Projection = Callable[[Piece, Tensor, Tensor], Tensor]
 
 
@@ -64,8 +73,13 @@ class ChunkGradients(ChunkMasks):
     def projection(self, form: Form) -> Projection:
         """What keeps A of a piece, and only that."""
         if form.stored is not None:
-            mask, zero = self.state.per_unit[form.stored], torch.zeros((), dtype=self.dtype)
-            return lambda piece, x, out: torch.where(mask[piece.units], x, zero, out=out)
+            mask = as_bytes(self.state.per_unit[form.stored])
+
+            def keep(piece: Piece, x: Tensor, out: Tensor) -> Tensor:
+                ones = piece.room[0].copy_(mask[piece.units])
+                return where_above(x, ones, 0.0, grad_input=out)
+
+            return keep
         read, chosen = self.reader_for(form), thresholds(self.a)
         return lambda piece, x, out: only_kept(piece, read(piece), chosen[piece.segment], x, out)
 
@@ -124,7 +138,7 @@ class ChunkGradients(ChunkMasks):
         if form.everything and stored is None and chosen is self.a:
             return lambda piece, out: out.fill_(1.0)
         if stored is not None:
-            mask = self.state.per_unit[stored]
+            mask = as_bytes(self.state.per_unit[stored])
             return lambda piece, out: out.copy_(mask[piece.units])
         read, found = self.reader_for(form), thresholds(chosen)  # type: ignore[arg-type]
         return lambda piece, out: ones_where_kept(piece, read(piece), found[piece.segment], out)

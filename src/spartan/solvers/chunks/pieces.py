@@ -70,6 +70,11 @@ def weights_of_an_output(axes: Axes, x: Tensor) -> int:
     return found if outputs == 1 or x.stride(int(axes.stacked)) == found else 0
 
 
+def as_bytes(mask: Tensor) -> Tensor:
+    """Bools as 0 and 1, in the same memory: to choose by random bools takes some ten times as long."""
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+
+
 def value_of(piece: Piece, power: float) -> Tensor:
     """θ, or ψ = θ·|θ|^(α−1) in room 3."""
     if power == 1.0:

@@ -8,6 +8,7 @@ from torch import Tensor
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags, Grads
 from spartan.solvers.chunks.masks import WORTH
+from spartan.solvers.chunks.pieces import as_bytes
 from spartan.solvers.chunks.strips import Strip, add_up, cut_into_strips, grid_of, matrix_of, spread
 from spartan.solvers.torch import TorchSolver
 from spartan.solvers.units import times
@@ -107,7 +108,7 @@ class ChunkSums(TorchSolver):
 
     def strips(self, *numbers: Tensor, of: Grads | None = None) -> Iterator[tuple[Strip, list[Tensor]]]:
         """Each strip, and what is said of its units at every column; only of those targets that are there."""
-        matrices = [self.by_grid(x) for x in numbers]
+        matrices = [self.by_grid(as_bytes(x)) for x in numbers]
         for strip in self._strips:
             if of is None or of[strip.i] is not None:
                 pairs = zip(matrices, strip.across, strict=False)
