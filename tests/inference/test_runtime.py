@@ -21,6 +21,7 @@ from spartan.inference.cpu.ops import Conv
 from spartan.inference.fuse import fold_batch_norm, fuse, plain_conv
 from spartan.inference.runtime import DenseConv2d, DenseLinear, InferenceLayer, PackedLayer, SparseLinear
 from spartan.inference.stand_ins import Attention, MaxPool
+from tests.foreign import Experts
 from tests.torchvision_cpu import torchvision
 
 needs_kernels = pytest.mark.skipif(library.library() is None, reason=f"no compiled kernels here: {library.status()}")
@@ -436,6 +437,17 @@ def test_explain_and_the_other_kernels() -> None:
         accelerate(model, "fast")
     with pytest.raises(ValueError, match="sparse kernels for the CPU"):
         accelerate(nn.Linear(4, 4), "sparse", device="meta")
+
+
+def test_zeros_that_no_kernel_knows_are_told() -> None:
+    """An LSTM's, a 1-d convolution's, and those of experts in one tensor."""
+    model = nn.ModuleDict({"lstm": nn.LSTM(8, 16), "conv": nn.Conv1d(8, 16, 3), "experts": Experts(4, 8, 16)})
+    spartan.prune(model, 0.9)
+    told = {line.layer: str(line) for line in explain(accelerate(model))}
+    for name, kind in (("lstm", "LSTM"), ("conv", "Conv1d"), ("experts", "Experts")):
+        assert told[name].startswith(f"{name}: dense (")
+        assert told[name].endswith(f" zeros: there is no kernel for {kind})")
+    assert not explain(nn.ModuleDict({"lstm": nn.LSTM(8, 16), "conv": nn.Conv1d(8, 16, 3)}))
 
 
 def test_a_wrong_copy_is_never_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def accelerate(
 
 
 def explain(model: nn.Module) -> list[Explanation]:
-    """What runs each layer of an accelerated model, and why.
+    """What runs each layer of an accelerated model, and why; weights full of zeros that no kernel knows are named, too.
 
     Example:
         >>> layer = spartan.prune(torch.nn.Linear(64, 64), 0.9)
@@ -138,7 +138,17 @@ def explain(model: nn.Module) -> list[Explanation]:
             refused = Attention.why_not(layer) if isinstance(layer, nn.MultiheadAttention) else ""
             why = getattr(layer, "chosen", "") or refused or "as it was given"
             found.append(Explanation(name or "the model", "dense", why))
+        elif (zeros := _zeros_of(layer)) >= 0.3:
+            why = f"{zeros:.1%} zeros: there is no kernel for {type(layer).__name__}"
+            found.append(Explanation(name or "the model", "dense", why))
     return found
+
+
+def _zeros_of(layer: nn.Module) -> float:
+    """The share of zeros in a module's own weights."""
+    weights = [p for p in layer._parameters.values() if p is not None and p.ndim > 1 and p.numel()]
+    zeros = sum(int((w == 0).sum()) for w in weights)
+    return zeros / sum(w.numel() for w in weights) if weights else 0.0
 
 
 def _make_replaceable(holder: nn.ModuleDict, kernels: str) -> dict[str, Any]:
