@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument(
         "--kernels", choices=("auto", "torch"), default="auto", help="with --in-step: torch is plain torch"
     )
+    parser.add_argument("--channels-last", action="store_true", help="with --in-step: the order of memory")
     parser.add_argument("--in-step", action="store_true", help="time optimizer.step() alone")
     parser.add_argument("--one-thread", action="store_true", help="with --in-step: processor time of one thread")
     args = parser.parse_args()
@@ -208,6 +209,8 @@ def in_step(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
     else:
         model = build_model(load_recipe("cifar10-wrn22").model, 10, (3, 32, 32)).to(device)
     x, y = torch.randn(args.batch, 3, size, size, device=device), torch.randint(10, (args.batch,), device=device)
+    if args.channels_last:
+        model, x = (of.to(memory_format=torch.channels_last) for of in (model, x))
     optimizer, whole, inside = sgd(model), [], []
     for _ in range(args.rounds):
         optimizer.zero_grad()
@@ -231,7 +234,8 @@ def in_step(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
             {
                 **facts(device), "threads": torch.get_num_threads(), "model": args.model,
                 "method": name, "sparsity": args.sparsity,
-                "pattern": repr(args.pattern or Unstructured()), "kernels": args.kernels, "batch": args.batch,
+                "pattern": repr(args.pattern or Unstructured()), "kernels": args.kernels,
+                "memory": "channels_last" if args.channels_last else "contiguous", "batch": args.batch,
                 "dense_ms": round(dense, 1), "update_ms": round(update, 2), "added_ms": round(added, 2),
                 "percent": round(100 * added / dense, 3), "learned_ms": round(learned, 2), "rewiring_ms": round(rewiring, 2),
             }
