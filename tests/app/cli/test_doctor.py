@@ -47,7 +47,7 @@ def test_doctor_says_what_is_here(tmp_path: Path) -> None:
         rf"  torch {re.escape(metadata.version('torch'))}",
         r"  cpu: \d+ cores, torch uses \d+ threads",
         r"  cpu, single weights: chunks",
-        r"  cpu, NM\(2, 4\): torch \(units of several weights\)",
+        r"  cpu, NM\(2, 4\): chunks",
         r"  cpu: plain torch: SPARTAN_NO_KERNELS=1",
         rf"  kernels and their times: {re.escape(str(tmp_path))}/none yet, 0 files, 0 bytes",
         r"  SPARTAN_NO_KERNELS=1",
