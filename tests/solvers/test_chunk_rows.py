@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import spartan
 from spartan import NM, Sparsifier, Spartan, TopKAST, constant
 from spartan.methods import ST3, SpartanLearned  # type: ignore[attr-defined]
-from spartan.solvers.chunks import row_masks, row_pieces
+from spartan.solvers.chunks import masks, row_pieces
 from spartan.solvers.chunks.rows import ChunkRows
 from spartan.solvers.forms import KEPT, VJP, Form, Mask, Shrunk, Where
 from tests.contract import test_contract as contract
@@ -42,7 +42,7 @@ each_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several to a tensor, the last one short."""
-    monkeypatch.setattr(row_masks, "WORTH", 100)
+    monkeypatch.setattr(masks, "WORTH", 100)
     monkeypatch.setattr(row_pieces, "LENGTH", 1000)
 
 
@@ -105,7 +105,7 @@ def check_same(plain: Any, fast: Any, rtol: float, atol: float) -> None:
 @pytest.mark.parametrize("name", [name for name, x in ALL.items() if not x.refuses_nm])
 def test_what_every_method_promises(name: str, promise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its models are small."""
-    monkeypatch.setattr(row_masks, "WORTH", 0)
+    monkeypatch.setattr(masks, "WORTH", 0)
     monkeypatch.setattr(row_pieces, "LENGTH", 50)
     promise(Case(name, "nm", "global", "params"))
 
@@ -173,7 +173,7 @@ def test_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     build_one = lambda: run("auto", METHODS["spartan"], NM(2, 4), steps=0)[2]  # noqa: E731
     assert "by chunks\n" in repr(build_one())
     assert "torch (kernels='torch')\n" in repr(run("torch", METHODS["spartan"], NM(2, 4), steps=0)[2])
-    monkeypatch.setattr(row_masks, "WORTH", 10**6)
+    monkeypatch.setattr(masks, "WORTH", 10**6)
     model = Net(4)
     assert "by torch (few weights)\n" in repr(Sparsifier(model, 0.5, 8, pattern=NM(2, 4)))
     problem = problem_of([torch.ones(8, 16).t()], NM(2, 4))

@@ -20,6 +20,18 @@ from spartan.solvers.torch import TorchSolver
 WORTH = 1 << 16  # more weights than these are worth going through in chunks: a few are done before a loop has begun
 
 
+def why_no_chunks(problem: Problem, kernels: str, own: str) -> str:
+    """Why weights do not go piece by piece; `own` is why those of a pattern cannot."""
+    kinds = {(t.parameter.device.type, t.parameter.dtype) for t in problem.targets}
+    if kernels != "auto":
+        return f"kernels={kernels!r}"
+    if kinds not in ({("cpu", torch.float32)}, {("cpu", torch.float64)}):
+        return "not float32 or float64 on a CPU"
+    if not problem.ranks.alone:
+        return "weights in shards"
+    return own or ("few weights" if sum(t.numel for t in problem.targets) <= WORTH else "")
+
+
 class ChunkRanks(TorchSolver):
     """The pieces of a part of the problem, and what their units compete by."""
 
@@ -32,16 +44,10 @@ class ChunkRanks(TorchSolver):
     @classmethod
     def why_not(cls, problem: Problem, kernels: str) -> str:
         """Single weights on a CPU, and many of them."""
-        kinds = {(t.parameter.device.type, t.parameter.dtype) for t in problem.targets}
-        if kernels != "auto":
-            return f"kernels={kernels!r}"
-        if kinds not in ({("cpu", torch.float32)}, {("cpu", torch.float64)}):
-            return "not float32 or float64 on a CPU"
-        if not problem.pattern.single:
-            return "units of several weights"
-        if not problem.by_memory:
-            return "weights in shards, or with gaps in their memory"
-        return "few weights" if sum(problem.units) <= WORTH else ""
+        own = "" if problem.pattern.single else "units of several weights"
+        return why_no_chunks(
+            problem, kernels, own or ("" if problem.by_memory else "weights with gaps in their memory")
+        )
 
     def beside(self, tensors: Sequence[Tensor | None]) -> Iterator[tuple[Piece, Tensor]]:
         """Each piece and that of other tensors, where there are any and they lie as the weights do."""

@@ -15,7 +15,7 @@ from spartan.ops.columns import Room
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags
 from spartan.solvers.chunks import row_pieces
-from spartan.solvers.chunks.masks import WORTH
+from spartan.solvers.chunks.masks import why_no_chunks
 from spartan.solvers.chunks.row_pieces import RowPiece, cut_up
 from spartan.solvers.forms import Form, Stored
 from spartan.solvers.pools import Budgets
@@ -58,18 +58,12 @@ class ChunkRowMasks(TorchSolver):
     @classmethod
     def why_not(cls, problem: Problem, kernels: str) -> str:
         """N:M on a CPU, and many weights."""
-        kinds = {(t.parameter.device.type, t.parameter.dtype) for t in problem.targets}
-        if kernels != "auto":
-            return f"kernels={kernels!r}"
-        if kinds not in ({("cpu", torch.float32)}, {("cpu", torch.float64)}):
-            return "not float32 or float64 on a CPU"
-        if problem.pattern.rows is None:
-            return "no budgets of rows"
-        if not problem.ranks.alone or not all(t.parameter.is_contiguous() for t in problem.targets):
-            return "weights in shards, or not in row-major order"
+        own = "" if problem.pattern.rows else "no budgets of rows"
+        if not all(t.parameter.is_contiguous() for t in problem.targets):
+            own = own or "weights that are not in row-major order"
         if not all(t.axes.plain for t in problem.targets):
-            return "weights that are not outputs × inputs"
-        return "few weights" if sum(problem.units) <= WORTH else ""
+            own = own or "weights that are not outputs × inputs"
+        return why_no_chunks(problem, kernels, own)
 
     def make_pools(self) -> Rows:
         """Who compares units with one another."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from spartan.problem.problem import Problem
 from spartan.solvers.base import Flags, Grads
-from spartan.solvers.chunks.masks import WORTH
+from spartan.solvers.chunks.masks import why_no_chunks
 from spartan.solvers.chunks.pieces import as_bytes
 from spartan.solvers.chunks.strips import Strip, add_up, cut_into_strips, grid_of, matrix_of, spread
 from spartan.solvers.torch import TorchSolver
@@ -30,18 +30,10 @@ class ChunkSums(TorchSolver):
     @classmethod
     def why_not(cls, problem: Problem, kernels: str) -> str:
         """Blocks, rows or columns of matrices on a CPU, and many weights."""
-        kinds = {(t.parameter.device.type, t.parameter.dtype) for t in problem.targets}
-        if kernels != "auto":
-            return f"kernels={kernels!r}"
-        if kinds not in ({("cpu", torch.float32)}, {("cpu", torch.float64)}):
-            return "not float32 or float64 on a CPU"
-        if problem.pattern.single or problem.pattern.rows is not None:
-            return "units of one weight"
-        if not problem.ranks.alone:
-            return "weights in shards"
+        own = "units of one weight" if problem.pattern.single or problem.pattern.rows else ""
         if any(grid_of(problem, i) is None for i in range(len(problem.targets))):
-            return "units that are no blocks of matrices in row-major order"
-        return "few weights" if sum(t.numel for t in problem.targets) <= WORTH else ""
+            own = own or "units that are no blocks of matrices in row-major order"
+        return why_no_chunks(problem, kernels, own)
 
     # ------------------------------------------------------------------ from weights to units
 
