@@ -34,6 +34,7 @@ from spartan.solvers.chunks import pieces
 from spartan.solvers.chunks.search import first_pass
 from spartan.solvers.chunks.solver import ChunkSolver
 from spartan.solvers.forms import KEPT, VJP, Form, Mask
+from spartan.solvers.torch import TorchSolver
 from tests.contract.kinds import Hurried
 from tests.solvers.building import build, problem_of, set_theta, weights_of
 
@@ -149,6 +150,26 @@ def test_the_order_of_memory_changes_nothing(name: str) -> None:
     of_again.load_state_dict(of_other.state_dict())
     for a, b in zip(again.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("price", [1.0, 2.5])
+def test_ties_are_cut_in_the_order_of_memory(price: float) -> None:
+    """Where weights lie with the channels last: the same ones by chunks and by plain torch, and as many as asked for."""
+    rng = torch.Generator().manual_seed(0)
+    convolution = torch.randn(40, 24, 3, 3, generator=rng).contiguous(memory_format=torch.channels_last)
+    thetas = [(4 * t).round() / 4 for t in (convolution, torch.randn(50, 60, generator=rng))]
+    chunks, plain = (build(kind, problem_of(thetas, prices=[price, price])) for kind in (ChunkSolver, TorchSolver))
+    for k in (0.0, 1.0, 1000.0, 1001.0, 5000.0, 11_000.0, 11_640.0):
+        for solver in (chunks, plain):
+            solver.solve([k * price])
+            solver.write(Form())
+        for a, b in zip(weights_of(chunks), weights_of(plain), strict=True):
+            assert torch.equal(a, b)
+        kept = chunks.kept(Form())
+        assert int(kept.sum()) == k
+        flat = torch.cat([thetas[0].permute(0, 2, 3, 1).reshape(-1), thetas[1].view(-1)]).abs()
+        first = flat.argsort(descending=True, stable=True)[: int(k)]
+        assert kept[first].all()
 
 
 def test_what_runs() -> None:
